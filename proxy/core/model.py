@@ -1,0 +1,370 @@
+"""The values that travel through the proxy. Words are those of the documentation: docs/words.md.
+
+Positions count messages of the conversation (the preamble is not counted) in the CLIENT's request; ranges are half-open.
+A digest is 16 bytes. A token count is an int; where a provider did not say, it is None, never 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+Digest = bytes
+"""16 bytes: the chain digest of a prefix, or the meaning of one message."""
+
+ByteHash = bytes
+"""16 bytes: names exact bytes. Equal meaning may have different byte hashes (a moved cache mark, another spacing)."""
+
+
+class Because(StrEnum):
+    """The closed vocabulary of reasons: journal, metrics, headers and logs use these words and no others."""
+
+    # why no compaction was made or wanted
+    OFF = "off"
+    OBSERVE = "observe"
+    BELOW_WATERMARK = "below_watermark"
+    DEBOUNCE = "debounce"
+    BACKOFF = "backoff"
+    REGION_TOO_SMALL = "region_too_small"
+    INSUFFICIENT_GAIN = "insufficient_gain"
+    NO_BOUNDARY = "no_boundary"
+    NO_ROOM = "no_room"
+    UNAPPLIED = "unapplied"
+    IN_FLIGHT = "in_flight"
+    COLD = "cold"
+    QUOTA = "quota"
+    PAYBACK = "payback"
+    UNKNOWN_USAGE = "unknown_usage"
+    NO_MODEL = "no_model"
+    WARM_MISSING = "warm_missing"
+    CONFLICT = "conflict"
+    SUPERSEDED = "superseded"
+    STOPPED = "stopped"
+    STORE = "store"
+    # why a summary was not taken
+    UNREACHABLE = "unreachable"
+    TIMEOUT = "timeout"
+    STATUS = "status"
+    RATE_LIMITED = "rate_limited"
+    OVERFLOW = "overflow"
+    MALFORMED = "malformed"
+    EMPTY = "empty"
+    TRUNCATED = "truncated"
+    FILTERED = "filtered"
+    UNFINISHED = "unfinished"
+    TOOL_CALL = "tool_call"
+    OVERSIZED = "oversized"
+    INFLATED = "inflated"
+    REFUSAL = "refusal"
+    ERROR_TEXT = "error_text"
+    ECHO = "echo"
+    INTERNAL = "internal"
+
+
+class Trigger(StrEnum):
+    """What asked for a compaction."""
+
+    SOFT = "soft"
+    GUARD = "guard"
+    OVERFLOW = "overflow"
+    FORCE = "force"
+    MANUAL = "manual"
+
+
+class Scope(StrEnum):
+    """How much of the warm request the summariser reads: all of it, or only the region."""
+
+    WARM = "warm"
+    REGION = "region"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one message says about its place in the conversation; read once per distinct bytes.
+
+    `calls` are the ids of the tool calls it makes (a legacy function_call counts under its function's name),
+    `answers` the id of the call it is a result of. `opening` is the start of its text, at most 80 characters.
+    `weight` estimates its tokens when nothing better is known: see core/tokens.py.
+    """
+
+    role: str
+    digest: Digest
+    byte_hash: ByteHash
+    calls: tuple[str, ...]
+    answers: str | None
+    opening: str
+    weight: int
+    reasoning: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """What decides whether a checkpoint applies, without its text.
+
+    Covers [from_, k). `digest_k` is the chain digest of length k. `seen_len` and `seen` are length and chain digest of all
+    that its summariser read. `preamble` is the digest of the preamble it was made under. `dead`: undone, never applied again.
+    """
+
+    id: str
+    generation: int
+    from_: int
+    k: int
+    digest_k: Digest
+    seen_len: int
+    seen: Digest
+    preamble: Digest
+    dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What stands for a region. `frame` is the text of the checkpoint message exactly as it is sent, the same bytes on every turn."""
+
+    ref: CheckpointRef
+    session: str
+    text: str
+    ledger: str
+    anchors: str
+    frame: str
+    region_tokens: int
+    checkpoint_tokens: int
+    model: str
+    scope: Scope
+    strategy: str
+    made_at_ms: int
+
+    @property
+    def id(self) -> str:
+        """The checkpoint's public name."""
+        return self.ref.id
+
+    @property
+    def k(self) -> int:
+        """End of what it covers."""
+        return self.ref.k
+
+    @property
+    def from_(self) -> int:
+        """Start of what it covers."""
+        return self.ref.from_
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the provider counted. None is unknown, never zero. `prompt` includes what came from the cache."""
+
+    prompt: int | None = None
+    completion: int | None = None
+    cached: int | None = None
+    reasoning: int | None = None
+
+    @property
+    def used(self) -> int | None:
+        """Tokens that the next request will find in the window: the prompt and the visible answer."""
+        if self.prompt is None:
+            return None
+        return self.prompt + max(0, (self.completion or 0) - (self.reasoning or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A model's context length in tokens and where we have it from: config, upstream, learned, pricelist, assumed."""
+
+    tokens: int
+    origin: str
+
+    @property
+    def assumed(self) -> bool:
+        """Nobody told us: such a window never triggers the guard or the last resort."""
+        return self.origin == "assumed"
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A compaction that waits for the next turn (`when = "next_turn"`)."""
+
+    trigger: Trigger
+    since_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What limits soft compactions; a fork inherits them.
+
+    `turns` counts turns of the session, `last_turn` is `turns` at the last compaction (attempted or made), `failures` counts
+    consecutive failures, before `not_before_ms` there is no soft attempt. `unapplied`: checkpoints in a row that no request used.
+    """
+
+    turns: int = 0
+    last_turn: int | None = None
+    failures: int = 0
+    not_before_ms: int = 0
+    unapplied: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One chat completion that the provider answered completely with 200: what the request header remembers of it.
+
+    With `entries` (chain digest and byte hash of each conversation message) and the bytes by hash this rebuilds the routed
+    request byte for byte: envelope head, preamble, [0, from_) of the messages, the checkpoint `applied`, [k, n), envelope tail.
+    `routed` is the byte hash of that whole body, so a rebuilt one can be verified. `answer` is the assistant message to append in a
+    replay (its JSON), or None where it may not be rebuilt.
+    """
+
+    model: str
+    preamble: tuple[ByteHash, ...]
+    head: ByteHash
+    tail: ByteHash
+    applied: str | None
+    routed: ByteHash
+    answer: bytes | None
+    usage: Usage
+    window: Window
+    upstream: str
+    started_ms: int
+    finished_ms: int
+    weight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One message of a stored conversation: the chain digest up to and including it, and the hash of its bytes."""
+
+    chain: Digest
+    byte_hash: ByteHash
+
+
+@dataclass(frozen=True, slots=True)
+class SessionId:
+    """`root` (16 base32 characters under a tenant) and `lineage` (16): together the public id `root-lineage`."""
+
+    tenant: str
+    root: str
+    lineage: str
+
+    def __str__(self) -> str:
+        return f"{self.tenant}-{self.root}-{self.lineage}"
+
+    @classmethod
+    def parse(cls, text: str) -> SessionId | None:
+        """The id a person typed, or None where it has not the form of one."""
+        parts = text.split("-")
+        if len(parts) != 3 or not all(p.isalnum() and p.isascii() and len(p) <= 32 for p in parts):
+            return None
+        return cls(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the store keeps of one lineage of a conversation.
+
+    `version` moves with every commit or undo, never with a turn. `entries` holds one entry per conversation message of the
+    last turn; bytes before `bodies_from` may be gone (they are covered). `touched_ms`: when the bytes' time to live was last renewed.
+    """
+
+    id: SessionId
+    explicit: str
+    turn: Turn | None
+    entries: tuple[Entry, ...]
+    bodies_from: int
+    counters: Counters
+    version: int
+    generation: int
+    checkpoints: tuple[CheckpointRef, ...]
+    pending: Pending | None
+    touched_ms: int
+    created_ms: int
+
+    @property
+    def length(self) -> int:
+        """Messages in the last turn's request."""
+        return len(self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Whose conversation is this: the chain of a request, oldest first (chain[i] is the digest of the prefix of length i + 1)."""
+
+    tenant: str
+    root: str
+    explicit: str
+    chain: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """What one round trip to the store brought.
+
+    `session`: the one found at the longest known prefix, or None. `matched`: length of that prefix. `checkpoint`: the newest one whose
+    covered and seen prefixes lie on the request's chain (its own session's first), or None; `foreign` when another session made it.
+    """
+
+    session: Session | None
+    matched: int
+    checkpoint: Checkpoint | None
+    foreign: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A turn on its way into the store. `bodies` are only the bytes that the store does not have yet.
+
+    `entries` replace those from `entries_from` on. `touch` are the hashes whose time to live is to be renewed.
+    `inherit` counts where the session is new (a fork: its parent's counters).
+    """
+
+    session: SessionId
+    explicit: str
+    turn: Turn
+    length: int
+    end: Digest
+    entries_from: int
+    entries: tuple[Entry, ...]
+    bodies: dict[ByteHash, bytes]
+    touch: tuple[ByteHash, ...]
+    bodies_from: int
+    inherit: Counters
+    pending: Pending | None
+    applied: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One line of a session's journal: a compaction that was made, failed or was not worth it."""
+
+    at_ms: int
+    trigger: Trigger
+    outcome: str
+    because: str
+    pressure: float | None
+    from_: int
+    k: int
+    strategy: str
+    scope: str
+    prompt: int | None = None
+    cached: int | None = None
+    new: int | None = None
+    expected_new: int | None = None
+    completion: int | None = None
+    miss: str = ""
+    duration_ms: int = 0
+    generation: int = 0
+    saved_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A checkpoint that wants to become the newest of its session, based on `version`."""
+
+    session: SessionId
+    version: int
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One page of sessions, as the admin listener shows them."""
+
+    sessions: tuple[Session, ...] = field(default=())
+    cursor: str = ""
