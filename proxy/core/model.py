@@ -82,19 +82,20 @@ class Scope(StrEnum):
 class Facts:
     """What one message says about its place in the conversation; read once per distinct bytes.
 
-    `calls` are the ids of the tool calls it makes (a legacy function_call counts under its function's name),
-    `answers` the id of the call it is a result of. `opening` is the start of its text, at most 80 characters.
-    `weight` estimates its tokens when nothing better is known: see core/tokens.py.
+    `calls` are the ids of the tool calls it makes (a legacy function_call counts under its function's name), `answers` the ids of
+    the calls it is a result of. `opening` is the start of its text, at most 60 characters. `weight` estimates its tokens when
+    nothing better is known: see core/tokens.py. `spliceable`: its content can take text in front (a string or a list of parts).
     """
 
     role: str
     digest: Digest
     byte_hash: ByteHash
     calls: tuple[str, ...]
-    answers: str | None
+    answers: tuple[str, ...]
     opening: str
     weight: int
     reasoning: bool
+    spliceable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +261,8 @@ class Session:
     """What the store keeps of one lineage of a conversation.
 
     `version` moves with every commit or undo, never with a turn. `entries` holds one entry per conversation message of the
-    last turn; bytes before `bodies_from` may be gone (they are covered). `touched_ms`: when the bytes' time to live was last renewed.
+    last turn; bytes before `bodies_from` may be gone (they are covered). `checkpoints`: newest first, tombstones among them.
+    `touched_ms`: when the bytes' time to live was last renewed; 0: unknown, so renew them with the next turn.
     """
 
     id: SessionId
@@ -296,22 +298,26 @@ class Query:
 class Recalled:
     """What one round trip to the store brought.
 
-    `session`: the one found at the longest known prefix, or None. `matched`: length of that prefix. `checkpoint`: the newest one whose
-    covered and seen prefixes lie on the request's chain (its own session's first), or None; `foreign` when another session made it.
+    `session`: the one found at the longest known prefix, or None; `matched`: length of that prefix. Checkpoints are here only if what
+    they cover and what their summariser saw lie on the request's chain. `own`: the newest of the found session. `foreign`: where that
+    has none, or the request does not continue it, those of other sessions of the root, longest first, newest first among equals, at
+    most four and no two with the same preamble; whether the preamble is the request's own is for the caller to judge.
     """
 
     session: Session | None
     matched: int
-    checkpoint: Checkpoint | None
-    foreign: bool
+    own: Checkpoint | None = None
+    foreign: tuple[Checkpoint, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """A turn on its way into the store. `bodies` are only the bytes that the store does not have yet.
 
-    `entries` replace those from `entries_from` on. `touch` are the hashes whose time to live is to be renewed.
-    `inherit` counts where the session is new (a fork: its parent's counters).
+    `entries` replace those from `entries_from` on; `base` is the chain digest they are put behind (of the prefix of length
+    `entries_from`; empty for 0): a store whose session has another one there refuses. `touch` are the hashes whose time to live is to be
+    renewed. `inherit` counts where the session is new (a fork: its parent's counters). `pending` replaces what was pending.
+    `applied`: the checkpoint that the turn carried; its time to live is renewed and `unapplied` starts again at 0.
     """
 
     session: SessionId
@@ -327,6 +333,7 @@ class Saved:
     inherit: Counters
     pending: Pending | None
     applied: str | None
+    base: Digest = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from proxy.core.model import Attempt, ByteHash, Checkpoint, Commit, Counters, Listed, Query, Recalled, Saved, Session, SessionId
+from proxy.core.model import (
+    Attempt,
+    ByteHash,
+    Checkpoint,
+    Commit,
+    Counters,
+    Listed,
+    Query,
+    Recalled,
+    Saved,
+    Session,
+    SessionId,
+)
 
 
 class Sessions(Protocol):

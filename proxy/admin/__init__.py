@@ -1,0 +1,1 @@
+"""The admin listener and its client. Operators use it; no client of the proxy does."""

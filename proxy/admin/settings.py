@@ -1,0 +1,52 @@
+"""What the admin listener takes from the configuration, read once at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import orjson
+
+from proxy.config import Config
+from proxy.core.model import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`token` "": none is asked for. `effective` is the configuration as JSON, masked: it is what GET /config answers."""
+
+    host: str
+    token: str = field(repr=False)
+    effective: bytes
+    debounce_turns: Callable[[Session], int]
+
+
+def settings(config: Config) -> Settings:
+    """The settings. A host open to the network without a token is refused by `proxy.config.load`, not here."""
+    return Settings(
+        host=config.admin.host,
+        token=config.secret(config.admin.token_env) or "",
+        effective=_effective(config),
+        debounce_turns=lambda session: config.compaction_for(session.turn.model if session.turn else "").debounce_turns,
+    )
+
+
+def _effective(config: Config) -> bytes:
+    """Every key, and of a rule in [[models]] those it sets: its other keys are not its own but those of [compaction]."""
+    value = config.model_dump(mode="json", by_alias=True)
+    value["models"] = [rule.model_dump(mode="json", by_alias=True, exclude_unset=True) for rule in config.models]
+    for key, name in config.variables().items():
+        # A key pasted where its variable's name belongs is a valid name. If the variable is not set, that may have happened.
+        if config.secret(name) is None and config.origin(key) != "default":
+            _replace(value, key, "***")
+    return orjson.dumps(value)
+
+
+def _replace(value: dict[str, object], key: str, by: str) -> None:
+    """Put `by` at a key as Config.variables names it: `admin.token_env`, `upstreams[0].api_key_env`."""
+    section, _, name = key.partition(".")
+    table, bracket, index = section.partition("[")
+    found = value[table]
+    place = found[int(index.rstrip("]"))] if bracket and isinstance(found, list) else found
+    assert isinstance(place, dict), key
+    place[name] = by

@@ -1,0 +1,340 @@
+"""The compaction: take the session's lock, replay, validate, commit. One flight per session over all workers; nothing here fails a turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import orjson
+
+from proxy import clock
+from proxy.config import Compaction, Upstream
+from proxy.core import checkpoint, pressure
+from proxy.core.answer import read_whole
+from proxy.core.checkpoint import Rejected, Summary
+from proxy.core.fingerprint import checkpoint_id
+from proxy.core.limits import Limits
+from proxy.core.model import Attempt, Because, Checkpoint, Commit, Counters, Session, Trigger, Usage
+from proxy.core.plan import Plan, Planner, Warm, ref
+from proxy.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
+from proxy.metrics import Metrics
+from proxy.store import Checkpoints
+from proxy.tasks import Tasks
+from proxy.upstream import Inbound, Reply
+
+log = logging.getLogger("warmfold.compaction")
+
+MAX_ANSWER_BYTES = 4 * 1024 * 1024
+LOCK_TTL_S = 20.0
+_POLL_S = 0.1
+
+_TRY_AGAIN = frozenset(
+    {
+        Because.EMPTY,
+        Because.TOOL_CALL,
+        Because.UNFINISHED,
+        Because.ECHO,
+        Because.REFUSAL,
+        Because.ERROR_TEXT,
+        Because.TRUNCATED,
+    }
+)
+"""Invalid answers that a second try may mend; at most one."""
+
+# Headers that belong to the client's own request and not to ours: an idempotency key would bring back the turn's own answer.
+_NOT_OURS = frozenset(
+    {
+        "content-length",
+        "content-encoding",
+        "accept-encoding",
+        "accept",
+        "idempotency-key",
+        "expect",
+        "transfer-encoding",
+        "if-none-match",
+    }
+)
+
+
+class Sender(Protocol):
+    """The provider."""
+
+    async def send(self, inbound: Inbound, upstream: Upstream, body: bytes | None = None) -> Reply:
+        """The provider's reply once its headers are there. Raises UpstreamUnreachable, UpstreamTimeout, UpstreamBroken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A compaction that is wanted. `inbound` is the client's request whose route, credential and affinity headers the call takes.
+
+    `used` is what the window held, for the journal. `span`: a region asked for by hand.
+    """
+
+    warm: Warm
+    trigger: Trigger
+    limits: Limits
+    policy: Compaction
+    upstream: Upstream
+    inbound: Inbound
+    counters: Counters
+    used: int | None
+    span: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended: a checkpoint, or why there is none. `committed` is False where the store did not take it (it may still serve one request)."""
+
+    checkpoint: Checkpoint | None
+    because: Because | None
+    committed: bool
+    attempt: Attempt | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One call's result: the summary or the reason, and what the call cost."""
+
+    verdict: Summary | Rejected
+    usage: Usage
+    retry_after_s: float = 0.0
+
+
+class Compactor:
+    """Runs compactions, in the background or inline."""
+
+    def __init__(self, store: Checkpoints, sender: Sender, tasks: Tasks, metrics: Metrics) -> None:
+        self._store = store
+        self._sender = sender
+        self._tasks = tasks
+        self._metrics = metrics
+        self._flights: dict[str, asyncio.Task[Outcome]] = {}
+        self._waiting: dict[str, asyncio.Task[None]] = {}
+
+    def is_busy(self, session: str) -> bool:
+        """Whether a compaction of this session runs or waits in this worker."""
+        return session in self._flights or session in self._waiting
+
+    def later(self, job: Job, settle_s: float) -> None:
+        """Compact after `settle_s`; a newer job of the session replaces one that still waits, not one that runs."""
+        name = str(job.warm.session)
+        waiting = self._waiting.pop(name, None)
+        if waiting is not None:
+            waiting.cancel()
+        if settle_s <= 0:
+            self.start(job)
+            return
+
+        async def wait() -> None:
+            await asyncio.sleep(settle_s)
+            del self._waiting[name]
+            self.start(job)
+
+        self._waiting[name] = self._tasks.spawn(wait(), "compaction-settle")
+
+    def start(self, job: Job) -> asyncio.Task[Outcome]:
+        """The running compaction of this session: a new one, or the one in flight, which is joined."""
+        name = str(job.warm.session)
+        running = self._flights.get(name)
+        if running is None:
+            running = self._tasks.spawn(self.compact(job), "compaction")
+            self._flights[name] = running
+            running.add_done_callback(lambda _: self._flights.pop(name, None))
+        return running
+
+    async def inline(self, job: Job, timeout_s: float) -> Outcome:
+        """The compaction, waited for at most `timeout_s`. It outlives a caller that gives up."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(self.start(job))
+        except TimeoutError:
+            return Outcome(None, Because.TIMEOUT, committed=False, attempt=None)
+
+    async def compact(self, job: Job) -> Outcome:
+        """One compaction, from the lock to the commit."""
+        async with self._store.flight(job.warm.session, LOCK_TTL_S) as mine:
+            known = await self._store.session(job.warm.session)
+            if not mine and known is not None:
+                return self._ended(job, Because.IN_FLIGHT)
+            if known is not None and _is_superseded(known, job.warm):
+                return self._ended(job, Because.SUPERSEDED)
+            planned = Planner(job.warm, job.limits, job.policy).plan(job.trigger, job.span)
+            if isinstance(planned, Because):
+                return await self._skipped(job, planned)
+            return await self._call(job, planned, known)
+
+    async def _call(self, job: Job, plan: Plan, known: Session | None) -> Outcome:
+        began = clock.monotonic()
+        reading = await self._read(job, plan)
+        if isinstance(reading.verdict, Rejected) and reading.verdict.because in _TRY_AGAIN:
+            first, reading = reading, await self._read(job, plan)
+            self._metrics.compaction_retried(first.verdict.because if isinstance(first.verdict, Rejected) else "")
+        made = self._made(job, plan, reading.verdict, known)
+        duration_ms = round((clock.monotonic() - began) * 1000)
+        if isinstance(made, Rejected):
+            counters = pressure.after_failure(job.counters, clock.now_ms(), reading.retry_after_s)
+            attempt = _attempt(job, plan, reading.usage, "failed", made.because, duration_ms, None)
+            await self._noted(job, attempt, counters)
+            return Outcome(None, made.because, committed=False, attempt=attempt)
+        committed = False
+        if known is not None:
+            committed = await self._store.commit(Commit(job.warm.session, known.version, made))
+            if not committed:
+                attempt = _attempt(job, plan, reading.usage, "failed", Because.CONFLICT, duration_ms, None)
+                await self._noted(job, attempt, job.counters)
+                return Outcome(made, Because.CONFLICT, committed=False, attempt=attempt)
+        counters = pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
+        attempt = _attempt(job, plan, reading.usage, "committed" if committed else "made", "", duration_ms, made)
+        await self._noted(job, attempt, counters)
+        return Outcome(made, None, committed, attempt)
+
+    async def _read(self, job: Job, plan: Plan) -> _Reading:
+        """Ask for the summary once. Whatever goes wrong is a reason."""
+        headers = tuple((k, v) for k, v in job.inbound.headers if k.lower() not in _NOT_OURS)
+        inbound = replace(
+            job.inbound, headers=(*headers, ("Accept", "application/json"), ("Accept-Encoding", "identity"))
+        )
+        try:
+            async with asyncio.timeout(job.policy.timeout_s):
+                reply = await self._sender.send(inbound, job.upstream, plan.replay.body)
+                try:
+                    data = await reply.read(MAX_ANSWER_BYTES)
+                finally:
+                    await reply.close()
+        except (TimeoutError, UpstreamTimeout):
+            return _Reading(Rejected(Because.TIMEOUT), Usage())
+        except (UpstreamUnreachable, UpstreamBroken):
+            return _Reading(Rejected(Because.UNREACHABLE), Usage())
+        if reply.status != 200:
+            because = Because.RATE_LIMITED if reply.status in (429, 503) else Because.STATUS
+            return _Reading(Rejected(because), Usage(), _retry_after_s(reply))
+        try:
+            answer = orjson.loads(data)
+        except orjson.JSONDecodeError:
+            return _Reading(Rejected(Because.MALFORMED), Usage())
+        return _Reading(checkpoint.summary_of(answer), read_whole(data, want_text=False).usage)
+
+    def _made(self, job: Job, plan: Plan, verdict: Summary | Rejected, known: Session | None) -> Checkpoint | Rejected:
+        if isinstance(verdict, Rejected):
+            return verdict
+        generation = known.generation + 1 if known is not None else 1
+        return checkpoint.make(
+            verdict,
+            ref(plan, job.warm, checkpoint_id(str(job.warm.session), generation, verdict.text), generation),
+            session=str(job.warm.session),
+            region_tokens=plan.region.tokens,
+            factor=job.warm.factor,
+            model=job.warm.model,
+            scope=plan.scope,
+            strategy="replay",
+            made_at_ms=clock.now_ms(),
+            anyway=job.trigger is not Trigger.SOFT,
+        )
+
+    async def _skipped(self, job: Job, because: Because) -> Outcome:
+        """Not worth it: said in the journal, and not asked again for debounce_turns turns."""
+        attempt = _attempt(job, None, Usage(), "skipped", because, 0, None)
+        counters = replace(job.counters, last_turn=job.counters.turns)
+        await self._noted(job, attempt, counters)
+        return Outcome(None, because, committed=False, attempt=attempt)
+
+    def _ended(self, job: Job, because: Because) -> Outcome:
+        """Somebody else did or does it: no line in the journal, it is theirs."""
+        self._metrics.compaction(job.trigger, "skipped", because, Usage(), None, 0.0, 0)
+        return Outcome(None, because, committed=False, attempt=None)
+
+    async def _noted(self, job: Job, attempt: Attempt, counters: Counters) -> None:
+        usage = Usage(prompt=attempt.prompt, completion=attempt.completion, cached=attempt.cached)
+        saved = attempt.saved_tokens or 0
+        self._metrics.compaction(
+            job.trigger, attempt.outcome, attempt.because, usage, attempt.new, attempt.duration_ms / 1000, saved
+        )
+        log.info(
+            "compaction %s session=%s trigger=%s because=%s covered=%d prompt=%s cached=%s new=%s expected_new=%s duration_ms=%d",
+            attempt.outcome,
+            job.warm.session,
+            attempt.trigger,
+            attempt.because or "-",
+            attempt.k,
+            attempt.prompt,
+            attempt.cached,
+            attempt.new,
+            attempt.expected_new,
+            attempt.duration_ms,
+        )
+        await self._store.note(job.warm.session, attempt, counters)
+
+    async def wait_elsewhere(self, warm: Warm, timeout_s: float) -> Checkpoint | None:
+        """A checkpoint that another worker is making for this session, if it comes within `timeout_s`."""
+        until = clock.monotonic() + timeout_s
+        while clock.monotonic() < until:
+            known = await self._store.session(warm.session)
+            if known is None:
+                return None
+            if _is_superseded(known, warm):
+                newest = next(r for r in reversed(known.checkpoints) if not r.dead)
+                return await self._store.checkpoint(warm.session, newest.id)
+            await asyncio.sleep(_POLL_S)
+        return None
+
+
+def _is_superseded(known: Session, warm: Warm) -> bool:
+    """Whether the session has a living checkpoint that covers more than the warm request carried."""
+    covered = warm.applied.k if warm.applied else 0
+    return any(
+        not r.dead and r.k > covered and r.k <= len(warm.chain) and warm.chain[r.k - 1] == r.digest_k
+        for r in known.checkpoints
+    )
+
+
+def _retry_after_s(reply: Reply) -> float:
+    for name, value in reply.headers:
+        if name.lower() == "retry-after":
+            try:
+                return min(3600.0, max(0.0, float(value)))
+            except ValueError:
+                return 0.0
+    return 0.0
+
+
+def _attempt(
+    job: Job,
+    plan: Plan | None,
+    usage: Usage,
+    outcome: str,
+    because: Because | str,
+    duration_ms: int,
+    made: Checkpoint | None,
+) -> Attempt:
+    new = usage.prompt - usage.cached if usage.prompt is not None and usage.cached is not None else None
+    expected = plan.expected_new if plan else None
+    return Attempt(
+        at_ms=clock.now_ms(),
+        trigger=job.trigger,
+        outcome=outcome,
+        because=str(because),
+        pressure=None if job.used is None else round(job.used / job.limits.window.tokens, 4),
+        from_=plan.region.from_ if plan else 0,
+        k=plan.region.k if plan else 0,
+        strategy="replay",
+        scope=str(plan.scope) if plan else "",
+        prompt=usage.prompt,
+        cached=usage.cached,
+        new=new,
+        expected_new=expected,
+        completion=usage.completion,
+        miss=_miss(plan, new),
+        duration_ms=duration_ms,
+        generation=made.ref.generation if made else 0,
+        saved_tokens=made.region_tokens - made.checkpoint_tokens if made else None,
+    )
+
+
+def _miss(plan: Plan | None, new: int | None) -> str:
+    """The likely reason where more was processed than expected."""
+    if plan is None or new is None or new <= plan.expected_new:
+        return ""
+    return "parameter_dropped" if plan.replay.costly else "unknown"

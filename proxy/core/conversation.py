@@ -1,0 +1,103 @@
+"""A chat completion as a conversation: its preamble, its messages' facts, its chain; and which session it continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from proxy.core import fingerprint, tokens
+from proxy.core.model import Checkpoint, Counters, Digest, Facts, Query, Recalled, Session, SessionId
+from proxy.core.openai import PREAMBLE_ROLES, ChatRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What one request tells. `facts` and `chain` describe the conversation's messages, `preamble_facts` the leading system ones."""
+
+    request: ChatRequest
+    preamble_facts: tuple[Facts, ...]
+    facts: tuple[Facts, ...]
+    chain: tuple[Digest, ...]
+    preamble: Digest
+    query: Query
+
+    @property
+    def preamble_length(self) -> int:
+        """How many messages stand before position 0."""
+        return len(self.preamble_facts)
+
+    @property
+    def messages(self) -> tuple[bytes, ...]:
+        """The conversation's messages as slices; position 0 is the first after the preamble."""
+        return self.request.messages[self.preamble_length :]
+
+    @property
+    def reasons(self) -> bool:
+        """Whether thoughts travel in it."""
+        return any(f.reasoning for f in self.facts)
+
+
+def read(request: ChatRequest, facts_of: Callable[[bytes], Facts], tenant: str, explicit: str) -> Conversation | None:
+    """The conversation, or None where there is only a preamble. `explicit`: an id the client gave, already hashed, or ""."""
+    facts = tuple(facts_of(element) for element in request.messages)
+    length = 0
+    while length < len(facts) and facts[length].role in PREAMBLE_ROLES:
+        length += 1
+    if length == len(facts):
+        return None
+    start = fingerprint.start(tenant, request.text("cache_salt"))
+    chain = fingerprint.chain(start, (f.digest for f in facts[length:]))
+    query = Query(tenant, fingerprint.root(chain[0]), explicit, chain)
+    return Conversation(request, facts[:length], facts[length:], chain, fingerprint.preamble(facts[:length]), query)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The session a request belongs to. `known`: its record, None if it is new; `counters`: its own, or those a fork inherits."""
+
+    id: SessionId
+    known: Session | None
+    counters: Counters
+
+
+def lineage(conversation: Conversation, recalled: Recalled | None) -> Lineage:
+    """The session that this request continues, or a new one: it continues one whose end it has, else it is a fork.
+
+    The same explicit id (or none) is needed to continue: an id separates the counters of equal prefixes.
+    """
+    query = conversation.query
+    found = recalled.session if recalled else None
+    matched = recalled.matched if recalled else 0
+    if found is not None and found.length == matched and found.explicit == query.explicit:
+        return Lineage(found.id, found, found.counters)
+    # A request that ends inside a known conversation (a rewind) diverges by ending there.
+    divergence = query.chain[matched] if matched < len(query.chain) else query.chain[-1] + b"end"
+    name = fingerprint.lineage(query.root, query.explicit, divergence)
+    inherited = found.counters if found is not None else Counters()
+    return Lineage(SessionId(query.tenant, query.root, name), None, inherited)
+
+
+def weight(conversation: Conversation, applied: Checkpoint | None) -> int:
+    """Estimated tokens of the routed request, uncorrected: envelope (tools), preamble, checkpoint and messages.
+
+    A quarter of the envelope's bytes: JSON schemas are about 3.8 characters a token (measured on an airline agent's 14 tools).
+    """
+    request = conversation.request
+    total = (len(request.head) + len(request.tail)) // 4 + sum(f.weight for f in conversation.preamble_facts)
+    if applied is None:
+        return total + sum(f.weight for f in conversation.facts)
+    kept = sum(f.weight for f in conversation.facts[: applied.from_])
+    tail = sum(f.weight for f in conversation.facts[applied.k :])
+    return total + kept + checkpoint_weight(applied) + tail
+
+
+def checkpoint_weight(checkpoint: Checkpoint) -> int:
+    """Estimated tokens of a checkpoint as a message, uncorrected."""
+    return tokens.of_text(checkpoint.frame) + tokens.MESSAGE_OVERHEAD
+
+
+def factor(known: Session | None) -> float:
+    """How to correct estimates for this session: what the provider counted for its last turn, over what we estimated for it."""
+    if known is None or known.turn is None:
+        return 1.0
+    return tokens.calibrate(known.turn.usage.prompt, known.turn.weight)

@@ -1,0 +1,94 @@
+"""A chat completion request as the client wrote it, taken apart into slices and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from proxy.core import jsonslice
+from proxy.core.jsonslice import NotSliceable
+
+PREAMBLE_ROLES = ("system", "developer")
+
+# What we read of a request besides its messages. Anything else only travels.
+_READ = frozenset({"model", "stream", "n", "max_tokens", "max_completion_tokens", "cache_salt", "stream_options"})
+_any = msgspec.json.Decoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """`head` + messages joined by "," + `tail` is the body, byte for byte.
+
+    `messages` holds all of them, preamble included, as slices with the white space around them. `scalars` are the parsed values
+    of the few members that we read.
+    """
+
+    body: bytes
+    head: bytes
+    messages: tuple[bytes, ...]
+    tail: bytes
+    scalars: Mapping[str, object] = field(repr=False)
+
+    @property
+    def model(self) -> str:
+        """The model the client asked for; empty if it named none."""
+        value = self.scalars.get("model")
+        return value if isinstance(value, str) else ""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the answer comes as server-sent events."""
+        return self.scalars.get("stream") is True
+
+    @property
+    def choices(self) -> int:
+        """How many answers were asked for (`n`)."""
+        value = self.scalars.get("n")
+        return value if isinstance(value, int) else 1
+
+    @property
+    def requested_output(self) -> int:
+        """Tokens the client reserves for the answer; 0 if it does not say."""
+        for key in ("max_completion_tokens", "max_tokens"):
+            value = self.scalars.get(key)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return max(0, value)
+        return 0
+
+    @property
+    def asks_for_usage(self) -> bool:
+        """Whether the client itself wants the usage chunk of a stream."""
+        options = self.scalars.get("stream_options")
+        return isinstance(options, dict) and options.get("include_usage") is True
+
+    def text(self, key: str) -> str:
+        """A member that is a text, or "" where it is absent or something else."""
+        value = self.scalars.get(key)
+        return value if isinstance(value, str) else ""
+
+
+def read(body: bytes, fields: frozenset[str] = frozenset()) -> ChatRequest | None:
+    """The request, or None where the provider shall judge it alone: no JSON object, no list of messages, a key twice, too deep.
+
+    `fields` are further members to read into `scalars`: those that may hold a session id.
+    """
+    try:
+        found = jsonslice.members(body)
+        scalars: dict[str, object] = {}
+        where = None
+        for member in found:
+            if member.key == "messages":
+                where = (member.start, member.end)
+            elif member.key in _READ or member.key in fields:
+                scalars[member.key] = _any.decode(memoryview(body)[member.start : member.end])
+        if where is None:
+            return None
+        start, end = where
+        messages = jsonslice.elements(body, start, end)
+    except (NotSliceable, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
+    if not messages:
+        return None
+    return ChatRequest(body, body[: start + 1], messages, body[end - 1 :], scalars)

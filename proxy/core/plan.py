@@ -1,0 +1,192 @@
+"""What a compaction would do: which region, how much of the warm request the summariser reads, and the request itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+from proxy.core import region, replay, rewrite, tokens
+from proxy.core.limits import INSTRUCTION_TOKENS, Limits
+from proxy.core.model import Because, Checkpoint, CheckpointRef, Digest, Facts, Scope, SessionId, Trigger
+from proxy.core.region import Region
+from proxy.core.replay import Replay
+
+
+@dataclass(frozen=True, slots=True)
+class Warm:
+    """A routed request that can be replayed. `messages` and `facts` start at position `offset` (the end of what `applied` covers, else 0);
+    `kept` are those in front of the checkpoint.
+
+    `end`: position up to which the provider has seen these very bytes: a replay that is cut there finds them cached. `answer`: the
+    assistant message to add behind `end`. `base` estimates the tokens of all that is not in `messages`, `factor` corrects estimates.
+    `prompt`: the provider's own count for the whole request up to `end`, where it is known.
+    """
+
+    session: SessionId
+    model: str
+    head: bytes
+    tail: bytes
+    preamble: tuple[bytes, ...]
+    preamble_digest: Digest
+    kept: tuple[bytes, ...]
+    messages: tuple[bytes, ...]
+    facts: tuple[Facts, ...]
+    chain: tuple[Digest, ...]
+    offset: int
+    applied: Checkpoint | None
+    end: int
+    answer: bytes | None
+    base: int
+    factor: float
+    prompt: int | None
+
+    def routed(self, to: int) -> tuple[bytes, ...] | None:
+        """All messages as the provider got them, up to position `to`; None where the checkpoint finds no place."""
+        tail: Sequence[bytes] | None = self.messages[: to - self.offset]
+        if self.applied is not None and tail is not None:
+            tail = rewrite.with_checkpoint(tail, self.applied.frame)
+        return None if tail is None else (*self.preamble, *self.kept, *tail)
+
+    def body(self) -> bytes | None:
+        """The warm request, byte for byte."""
+        messages = self.routed(self.offset + len(self.messages))
+        return None if messages is None else self.head + b",".join(messages) + self.tail
+
+
+class Settings(Protocol):
+    """The keys of [compaction] that this needs."""
+
+    @property
+    def replay_scope(self) -> str: ...
+    @property
+    def summary_prompt(self) -> str: ...
+    @property
+    def keep_response_format(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One compaction call. `read_to`: end of what the summariser reads. `prompt` and `expected_new` are estimates in tokens."""
+
+    region: Region
+    scope: Scope
+    read_to: int
+    replay: Replay
+    prompt: int
+    expected_new: int
+    limits: Limits
+
+
+BLOCK_TOKENS = 32
+"""Providers cache whole blocks (16 tokens on vLLM): the last part of a prompt, and the template's closing, are processed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Plans the compaction of one warm request. `output_key`: the output limit's name where the client sent none; "" sends none."""
+
+    warm: Warm
+    limits: Limits
+    settings: Settings
+    output_key: str = ""
+
+    def plan(self, trigger: Trigger, span: tuple[int, int] | None = None) -> Plan | Because:
+        """The compaction, or why there is none. `span`: a region an operator asked for instead of the chosen one."""
+        warm = self.warm
+        sizes = [round(f.weight * warm.factor) for f in warm.facts]
+        chosen = self._choose(sizes, trigger) if span is None else self._asked_for(sizes, span)
+        if isinstance(chosen, Because):
+            return chosen
+        base = round(warm.base * warm.factor)
+        return self._call(chosen, [base, *(base + size for size in accumulate(sizes))])
+
+    def _choose(self, sizes: Sequence[int], trigger: Trigger) -> Region | Because:
+        warm = self.warm
+        from_ = warm.applied.from_ if warm.applied else region.keep_head(warm.facts, self.limits.keep_head_messages)
+        return region.choose(
+            warm.facts,
+            sizes,
+            self.limits,
+            offset=warm.offset,
+            from_=from_,
+            replaced_tokens=warm.applied.checkpoint_tokens if warm.applied else 0,
+            latest=warm.end,
+            anyway=trigger is not Trigger.SOFT,
+        )
+
+    def _asked_for(self, sizes: Sequence[int], span: tuple[int, int]) -> Region | Because:
+        """The operator's region if it is a legal one: it starts where a checkpoint may stand and absorbs an earlier one whole."""
+        warm = self.warm
+        from_, k = span
+        cuts = region.legal_cuts(warm.facts, warm.offset)
+        if k not in cuts:
+            return Because.NO_BOUNDARY
+        if warm.applied is not None:
+            if from_ != warm.applied.from_:
+                return Because.NO_BOUNDARY
+        elif from_ and (from_ not in cuts or from_ >= k or warm.facts[from_ - 1].role == "user"):
+            return Because.NO_BOUNDARY
+        replaced = warm.applied.checkpoint_tokens if warm.applied else 0
+        start = max(from_, warm.offset) - warm.offset
+        return Region(from_, k, replaced + sum(sizes[start : k - warm.offset]), sum(sizes[k - warm.offset :]))
+
+    def _call(self, chosen: Region, before: Sequence[int]) -> Plan | Because:
+        """The call for a region: over the whole warm request where that has room, else cut at the region's end, else at an earlier cut.
+
+        `before[i]` estimates the routed prompt with messages [offset, offset + i).
+        """
+        warm, limits = self.warm, self.limits
+        answer = round(tokens.of_text(warm.answer.decode("utf-8", "replace")) * warm.factor) if warm.answer else 0
+        whole = (warm.prompt if warm.prompt is not None else before[warm.end - warm.offset]) + answer
+        if self.settings.replay_scope == Scope.WARM and chosen.k <= warm.end and limits.fits(whole):
+            return self._planned(chosen, Scope.WARM, warm.end, whole, unseen=answer)
+        if not limits.fits(before[chosen.k - warm.offset]):
+            cuts = [c for c in region.legal_cuts(warm.facts, warm.offset) if c > chosen.from_]
+            room = limits.window.tokens - INSTRUCTION_TOKENS - limits.output
+            fitting = region.largest_fitting(cuts, before, room, warm.offset)
+            if fitting is None:
+                return Because.NO_ROOM
+            less = before[chosen.k - warm.offset] - before[fitting - warm.offset]
+            chosen = Region(chosen.from_, fitting, chosen.tokens - less, chosen.tail_tokens + less)
+        prompt = before[chosen.k - warm.offset]
+        seen = before[min(chosen.k, warm.end) - warm.offset]
+        return self._planned(chosen, Scope.REGION, chosen.k, prompt, unseen=prompt - seen)
+
+    def _planned(self, chosen: Region, scope: Scope, read_to: int, prompt: int, *, unseen: int) -> Plan | Because:
+        """`unseen`: tokens of the replayed part that the provider has not processed before."""
+        warm, limits = self.warm, self.limits
+        messages = warm.routed(read_to)
+        if messages is None:
+            return Because.NO_BOUNDARY
+        at = chosen.k - warm.offset
+        text = self.settings.summary_prompt or replay.instruction(
+            warm.facts[at] if at < len(warm.facts) else None, scope
+        )
+        built = replay.build(
+            warm.head,
+            messages,
+            warm.tail,
+            answer=warm.answer if scope is Scope.WARM else None,
+            text=text,
+            output_tokens=max(16, min(limits.output, limits.window.tokens - prompt - INSTRUCTION_TOKENS)),
+            keep_response_format=self.settings.keep_response_format,
+            output_key=self.output_key,
+        )
+        new = round(tokens.of_text(text) * warm.factor) + tokens.MESSAGE_OVERHEAD + unseen + BLOCK_TOKENS
+        return Plan(chosen, scope, read_to, built, prompt + INSTRUCTION_TOKENS, new, limits)
+
+
+def ref(plan: Plan, warm: Warm, checkpoint_id: str, generation: int) -> CheckpointRef:
+    """The new checkpoint's claim: what it covers, and all that its summariser read."""
+    return CheckpointRef(
+        id=checkpoint_id,
+        generation=generation,
+        from_=plan.region.from_,
+        k=plan.region.k,
+        digest_k=warm.chain[plan.region.k - 1],
+        seen_len=plan.read_to,
+        seen=warm.chain[plan.read_to - 1],
+        preamble=warm.preamble_digest,
+    )

@@ -1,0 +1,50 @@
+"""Is a compaction due? Tokens used against the window; debounce, back-off, checkpoints that nobody used."""
+
+from __future__ import annotations
+
+from proxy.core.limits import Limits
+from proxy.core.model import Because, Counters
+
+BACKOFF_FIRST_S = 30
+BACKOFF_MAX_S = 3600
+UNAPPLIED_LIMIT = 2
+"""So many checkpoints in a row that no request used: the client rewrites its history, compaction only burns money."""
+
+UNAPPLIED_PAUSE_S = 900
+
+
+def due(used: int | None, limits: Limits, counters: Counters, now_ms: int, *, applied: bool) -> Because | None:
+    """None: a soft compaction is due. Else why not. `applied`: the turn carried a checkpoint, so the last one was of use."""
+    if used is None:
+        return Because.UNKNOWN_USAGE
+    if used < limits.soft:
+        return Because.BELOW_WATERMARK
+    if now_ms < counters.not_before_ms:
+        if counters.failures:
+            return Because.BACKOFF
+        if counters.unapplied >= UNAPPLIED_LIMIT and not applied:
+            return Because.UNAPPLIED
+    if counters.last_turn is not None and counters.turns - counters.last_turn < limits.debounce_turns:
+        return Because.DEBOUNCE
+    return None
+
+
+def must_compact(estimate: int, requested_output: int, limits: Limits) -> bool:
+    """Whether the routed request would not fit. A window that is only assumed never says so."""
+    if limits.window.assumed:
+        return False
+    return estimate >= limits.hard or estimate + min(requested_output, limits.window.tokens // 4) > limits.window.tokens
+
+
+def after_success(counters: Counters, now_ms: int, *, applied: bool) -> Counters:
+    """Counters once a checkpoint was committed. `applied`: the compacted request itself carried the previous one."""
+    unapplied = 1 if applied else counters.unapplied + 1
+    pause = UNAPPLIED_PAUSE_S * 1000 if unapplied >= UNAPPLIED_LIMIT else 0
+    return Counters(counters.turns, counters.turns, 0, now_ms + pause if pause else 0, unapplied)
+
+
+def after_failure(counters: Counters, now_ms: int, retry_after_s: float = 0.0) -> Counters:
+    """Counters after a failed attempt: the pause doubles from 30 s to an hour; a provider's Retry-After is kept."""
+    pause_s = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2**counters.failures)
+    not_before = now_ms + int(max(pause_s, retry_after_s) * 1000)
+    return Counters(counters.turns, counters.turns, counters.failures + 1, not_before, counters.unapplied)

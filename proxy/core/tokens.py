@@ -1,0 +1,97 @@
+"""How many tokens a text is likely to be, without a tokenizer: cheap enough for every new message of every request.
+
+Used where the provider has not counted: sizes of regions, new messages since the last usage. It is corrected by what a
+provider reported for the same conversation (`calibrate`), so only the proportions between messages have to be right.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import cast
+
+MESSAGE_OVERHEAD = 4
+"""Role and delimiters of one message. Source: the OpenAI cookbook's counting note gives 3 to 4 for its chat models."""
+
+IMAGE_TOKENS = 1100
+"""One image of unknown size: between 85 (low detail) and 1,600 (a large one); middle of what hosted models charge for a screenshot."""
+
+AUDIO_TOKENS = 600
+FILE_TOKENS = 1500
+
+# One match is about one token of a byte-pair vocabulary with 100k to 200k entries: a word up to 7 letters (longer ones and
+# camelCase split), up to three digits, a run of equal punctuation, a line break with its indent.
+_ASCII = re.compile(r"\n\s*|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|([^\sA-Za-z0-9])\1{0,7}[=\"'(),;]?|[ \t]{2,}")
+_WIDE = re.compile(r"[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
+_ASTRAL = re.compile(r"[\U00010000-\U0010ffff]")
+_ASCII_ONLY = re.compile(r"[^\x00-\x7f]+")
+
+# Beyond this much text a sample speaks for the rest: 5 MB of one letter must not stop the event loop.
+_SAMPLE_CHARS = 65_536
+
+
+def of_text(text: str) -> int:
+    """Estimated tokens of a text in any script."""
+    if len(text) > _SAMPLE_CHARS:
+        step = len(text) // 4
+        quarter = _SAMPLE_CHARS // 4
+        sample = "".join(text[i * step : i * step + quarter] for i in range(4))
+        return round(of_text(sample) * len(text) / len(sample))
+    if text.isascii():
+        return sum(1 for _ in _ASCII.finditer(text))
+    wide = len(_WIDE.findall(text))
+    astral = len(_ASTRAL.findall(text))
+    ascii_part = _ASCII_ONLY.sub(" ", text)
+    others = len(text) - wide - astral - sum(c < "\x80" for c in text)
+    return round(sum(1 for _ in _ASCII.finditer(ascii_part)) + wide * 0.85 + astral * 2.2 + others * 0.45)
+
+
+def of_message(message: Mapping[str, object]) -> int:
+    """Estimated tokens of one parsed message: its texts, tool calls and parts. Base64 is priced as what it shows, not as text."""
+    total = MESSAGE_OVERHEAD
+    for key, value in message.items():
+        if key in ("role", "cache_control"):
+            continue
+        total += _of_content(value) if key == "content" else _of_value(value)
+    return total
+
+
+def _of_content(content: object) -> int:
+    if not isinstance(content, list):
+        return _of_value(content)
+    return sum(
+        _of_part(cast("Mapping[str, object]", part)) if isinstance(part, Mapping) else _of_value(part)
+        for part in content
+    )
+
+
+def _of_part(part: Mapping[str, object]) -> int:
+    kind = part.get("type")
+    if kind in ("image_url", "image", "input_image"):
+        return IMAGE_TOKENS
+    if kind in ("input_audio", "audio"):
+        return AUDIO_TOKENS
+    if kind in ("file", "input_file", "video_url"):
+        return FILE_TOKENS
+    return sum(_of_value(value) for key, value in part.items() if key not in ("type", "cache_control"))
+
+
+def _of_value(value: object) -> int:
+    """Texts anywhere inside; the frame of a JSON value costs about a token a key."""
+    if isinstance(value, str):
+        return of_text(value)
+    if isinstance(value, Mapping):
+        return sum(1 + _of_value(inner) for inner in value.values())
+    if isinstance(value, list):
+        return sum(_of_value(inner) for inner in value)
+    return 0 if value is None else 1
+
+
+def calibrate(reported: int | None, estimated: int) -> float:
+    """Factor from estimate to provider's count: 1.0 where nothing was reported.
+
+    Bounded: outside [0.5, 3] the provider counted something else than what was sent (a prompt cut silently, images priced apart).
+    """
+    if not reported or estimated <= 0:
+        return 1.0
+    return min(3.0, max(0.5, reported / estimated))

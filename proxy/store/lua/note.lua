@@ -1,0 +1,16 @@
+-- KEYS: base. ARGV: lineage, the line, lines to keep, time to live in ms, last_turn or '', failures, not_before_ms, unapplied.
+-- Returns 1, or 0 where the session is gone. `turns` stays: one may have been saved while the compaction ran.
+
+local lineage, line, keep, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+if not record(lineage) then
+  return 0
+end
+local j = base .. 'j:' .. lineage
+if redis.call('TYPE', j).ok ~= 'list' then
+  redis.call('DEL', j)
+end
+redis.call('LPUSH', j, line)
+redis.call('LTRIM', j, 0, keep - 1)
+redis.call('PEXPIRE', j, ttl)
+redis.call('HSET', base .. 's:' .. lineage, 'last', ARGV[5], 'fails', ARGV[6], 'until', ARGV[7], 'idle', ARGV[8], 'pending', '', 'since', '')
+return 1

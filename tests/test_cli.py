@@ -1,0 +1,229 @@
+"""The command line as an operator meets it: what is printed where, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from proxy import __version__
+from proxy.__main__ import main
+from proxy.check import NO_EFFECT_YET, without_effect
+from proxy.config import load
+from proxy.config.translate import TABLES, fields
+
+EXAMPLE = Path(__file__).parent.parent / "config.example.toml"
+FULL = """
+[server]
+workers = 4
+[store]
+url = "redis://u:hidden@h"
+[compaction]
+strategy = "transcript"
+anchor_tokens = 0
+ledger_tokens = 2000
+summary_prompt = "hidden {messages}"
+[[models]]
+match = "gpt-4o[ab]*"
+max_payback_turns = 3
+input_usd_per_mtok = 2.5
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WARMFOLD_")]:  # noqa: TID251
+        monkeypatch.delenv(name)
+
+
+def invoke(*arguments: str | Path, **environ: str) -> Result:
+    return CliRunner().invoke(main, list(map(str, arguments)), env=environ)
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "w.toml"
+    path.write_text(text)
+    return path
+
+
+def test_version_and_help() -> None:
+    assert invoke("--version").output == f"warmfold, version {__version__}\n"
+    listed = invoke("--help")
+    assert listed.exit_code == 0
+    assert all(command in listed.output for command in ("serve", "check", "demo", "sessions"))
+    flags = invoke("serve", "--help").output
+    assert all(flag in flags for flag in ("--config", "--upstream", "--host", "--port", "--store", "--workers"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serv"],
+        ["serve", "--prot", "1"],
+        ["serve", "--port", "http"],
+        ["serve", "extra"],
+        ["check"],
+        ["check", "a", "b"],
+        ["sessions", "show"],
+        ["sessions", "undo"],
+        ["sessions", "list", "--limit", "0"],
+        ["sessions", "forget", "x"],
+    ],
+)
+def test_bad_usage_ends_with_status_2(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Usage: " in result.stderr
+
+
+@pytest.mark.parametrize("command", [["check"], ["serve", "--config"]])
+def test_a_refused_configuration_prints_each_fault_on_stderr_and_ends_with_status_2(
+    tmp_path: Path, command: list[str]
+) -> None:
+    path = written(tmp_path, "[server]\nprot = 1\n[compaction]\ntrigger_ratio = 1.7\n")
+    result = invoke(*command, path, WARMFOLD_STORE__TIMEOUT_MS="soon")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        f"{path}: server.prot: found an unknown key; allowed: a key of [server], did you mean server.port?",
+        'WARMFOLD_STORE__TIMEOUT_MS: store.timeout_ms: found "soon"; allowed: a whole number from 1 to 60000',
+        f"{path}: compaction.trigger_ratio: found 1.7; allowed: a number above 0 and at most 1",
+    ]
+
+
+def test_serve_names_the_flag_that_is_wrong_even_where_the_file_is_right(tmp_path: Path) -> None:
+    path = written(tmp_path, "[server]\nport = 1\n")
+    result = invoke("serve", "--config", path, "--port", "70000", "--upstream", "h", "--store", "x", "--host", "a b")
+    assert result.exit_code == 2
+    assert [line.split(" ")[0] for line in result.stderr.splitlines()] == [
+        "--host:",
+        "--port:",
+        "--upstream:",
+        "--store:",
+    ]
+
+
+def test_serve_without_the_file_it_was_given_does_not_start(tmp_path: Path) -> None:
+    result = invoke("serve", "--config", tmp_path / "w.toml")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("where", ["file", "env", "flag"])
+def test_serve_refuses_several_workers_for_now(tmp_path: Path, where: str) -> None:
+    path = written(tmp_path, "[server]\nworkers = 2\n" if where == "file" else "")
+    arguments: list[str | Path] = ["serve", "--config", path, *(["--workers", "2"] if where == "flag" else [])]
+    result = invoke(*arguments, **({"WARMFOLD_SERVER__WORKERS": "2"} if where == "env" else {}))
+    origin = {"file": str(path), "env": "WARMFOLD_SERVER__WORKERS", "flag": "--workers"}[where]
+    assert result.exit_code == 2
+    assert (
+        result.stderr
+        == f"{origin}: server.workers: found 2; allowed: 1 for now (several workers come with a later release)\n"
+    )
+
+
+def test_check_prints_every_key_with_its_value_and_where_it_comes_from(tmp_path: Path) -> None:
+    path = written(tmp_path, FULL)
+    result = invoke("check", path, WARMFOLD_SERVER__PORT="81")
+    assert (result.exit_code, result.stderr) == (0, "")
+    rows = {
+        line.split()[0]: line.split(maxsplit=1)[1].strip()
+        for line in result.stdout.splitlines()
+        if line.partition(" ")[0].count(".") == 1
+    }
+    for section in TABLES.keys() - {"models", "upstreams"}:
+        assert {f"{section}.{key}" for key in fields(section)} <= rows.keys()
+    assert rows["server.host"].split() == ['"127.0.0.1"', "default"]
+    assert rows["server.port"].split() == ["81", "env", "WARMFOLD_SERVER__PORT"]
+    assert rows["server.workers"].split() == ["4", "file"]
+    assert rows["models[0].match"].split() == ['"gpt-4o[ab]*"', "file"]
+    assert rows["models[0].max_payback_turns"].split() == ["3", "file"]
+    assert "models[0].max_passes" not in rows, "not set by the rule"
+    assert rows["store.url"].split() == ['"redis://***@h"', "file"]
+    assert "hidden" not in result.output
+
+
+def test_check_lists_what_is_set_but_has_no_effect_yet(tmp_path: Path) -> None:
+    path = written(tmp_path, FULL)
+    idle = [setting.path for setting, _ in without_effect(load(path, {}, {}))]
+    # anchor_tokens = 0 asks for none, which is what this version does
+    assert idle == [
+        "server.workers",
+        "compaction.strategy",
+        "compaction.ledger_tokens",
+        "models[0].input_usd_per_mtok",
+        "models[0].max_payback_turns",
+    ]
+    told = invoke("check", path).stdout.partition("without effect in this version:\n")[2]
+    assert [line.split()[0] for line in told.splitlines()] == idle
+    assert f"  server.workers = 4: {NO_EFFECT_YET['server.workers']}\n" in told
+
+
+def test_check_of_the_example_finds_nothing_without_effect() -> None:
+    result = invoke("check", EXAMPLE)
+    assert result.exit_code == 0
+    assert result.stdout.endswith("Every key that is set has an effect in this version.\n")
+
+
+def test_what_has_no_effect_yet_are_keys_that_exist() -> None:
+    for key in NO_EFFECT_YET:
+        section, _, name = key.partition(".")
+        assert name in fields(section)
+
+
+PLAIN = {"PATH": "/usr/bin:/bin", "TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
+
+
+def test_check_writes_plain_text_into_a_pipe(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "proxy", "check", str(written(tmp_path, FULL))]
+    done = subprocess.run(command, capture_output=True, env=PLAIN, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\x1b" not in done.stdout
+    assert b'["x-session-id", "x-conversation-id", "session_id"]' in done.stdout, "not folded"
+
+
+def test_check_may_dress_up_for_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "proxy", "check", str(written(tmp_path, ""))], stdout=theirs, env=PLAIN
+    ) as running:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: how Linux says that the other end is closed
+            while piece := os.read(ours, 65536):
+                shown += piece
+    os.close(ours)
+    assert running.returncode == 0
+    assert b"\x1b[" in shown
+    assert b"compaction.trigger_ratio" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["list"],
+        ["list", "--limit", "3"],
+        ["show", "a-b-c"],
+        ["compact", "a-b-c"],
+        ["undo", "a-b-c"],
+        ["delete", "a-b-c"],
+    ],
+)
+@pytest.mark.parametrize("before", [True, False], ids=["option first", "option last"])
+def test_sessions_says_that_no_admin_listener_answers(arguments: list[str], before: bool) -> None:
+    nobody = ["--admin", "http://127.0.0.1:1"]
+    result = invoke(
+        "sessions",
+        *([*nobody, *arguments] if before else [*arguments, *nobody]),
+        WARMFOLD_ADMIN_TOKEN="hidden-token",
+        OPENAI_API_KEY="hidden-key",
+    )
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "http://127.0.0.1:1" in result.stderr
+    assert "hidden" not in result.stderr
