@@ -11,13 +11,14 @@ import orjson
 
 from proxy import clock
 from proxy.config import Compaction, Upstream
-from proxy.core import checkpoint, pressure
+from proxy.core import checkpoint, last_resort, pressure
 from proxy.core.answer import read_whole
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.fingerprint import checkpoint_id
 from proxy.core.limits import Limits
-from proxy.core.model import Attempt, Because, Checkpoint, Commit, Counters, Session, Trigger, Usage
+from proxy.core.model import Attempt, Because, Checkpoint, Commit, Counters, Scope, Session, Trigger, Usage
 from proxy.core.plan import Plan, Planner, Warm, ref
+from proxy.core.region import Region
 from proxy.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from proxy.metrics import Metrics
 from proxy.store import Checkpoints
@@ -151,7 +152,7 @@ class Compactor:
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(self.start(job))
         except TimeoutError:
-            return Outcome(None, Because.TIMEOUT, committed=False, attempt=None)
+            return Outcome(None, Because.TIMEOUT, False, None)
 
     async def compact(self, job: Job) -> Outcome:
         """One compaction, from the lock to the commit."""
@@ -161,35 +162,70 @@ class Compactor:
                 return self._ended(job, Because.IN_FLIGHT)
             if known is not None and _is_superseded(known, job.warm):
                 return self._ended(job, Because.SUPERSEDED)
-            planned = Planner(job.warm, job.limits, job.policy).plan(job.trigger, job.span)
-            if isinstance(planned, Because):
-                return await self._skipped(job, planned)
-            return await self._call(job, planned, known)
+            planner = Planner(job.warm, job.limits, job.policy)
+            planned = planner.plan(job.trigger, job.span)
+            if isinstance(planned, Plan):
+                return await self._call(job, planned, known, planner)
+            if planned is Because.NO_ROOM and (outcome := await self._last_resort(job, planner, known, planned)):
+                return outcome
+            return await self._skipped(job, planned)
 
-    async def _call(self, job: Job, plan: Plan, known: Session | None) -> Outcome:
+    async def _call(self, job: Job, plan: Plan, known: Session | None, planner: Planner) -> Outcome:
         began = clock.monotonic()
         reading = await self._read(job, plan)
         if isinstance(reading.verdict, Rejected) and reading.verdict.because in _TRY_AGAIN:
-            first, reading = reading, await self._read(job, plan)
-            self._metrics.compaction_retried(first.verdict.because if isinstance(first.verdict, Rejected) else "")
+            self._metrics.compaction_retried(reading.verdict.because)
+            reading = await self._read(job, plan)
         made = self._made(job, plan, reading.verdict, known)
         duration_ms = round((clock.monotonic() - began) * 1000)
         if isinstance(made, Rejected):
-            counters = pressure.after_failure(job.counters, clock.now_ms(), reading.retry_after_s)
             attempt = _attempt(job, plan, reading.usage, "failed", made.because, duration_ms, None)
-            await self._noted(job, attempt, counters)
-            return Outcome(None, made.because, committed=False, attempt=attempt)
-        committed = False
-        if known is not None:
-            committed = await self._store.commit(Commit(job.warm.session, known.version, made))
-            if not committed:
-                attempt = _attempt(job, plan, reading.usage, "failed", Because.CONFLICT, duration_ms, None)
-                await self._noted(job, attempt, job.counters)
-                return Outcome(made, Because.CONFLICT, committed=False, attempt=attempt)
-        counters = pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
-        attempt = _attempt(job, plan, reading.usage, "committed" if committed else "made", "", duration_ms, made)
-        await self._noted(job, attempt, counters)
-        return Outcome(made, None, committed, attempt)
+            await self._noted(job, attempt, pressure.after_failure(job.counters, clock.now_ms(), reading.retry_after_s))
+            return await self._last_resort(job, planner, known, made.because) or Outcome(
+                None, made.because, False, attempt
+            )
+        return await self._commit(
+            job, made, known, _attempt(job, plan, reading.usage, "committed", "", duration_ms, made)
+        )
+
+    async def _last_resort(self, job: Job, planner: Planner, known: Session | None, because: Because) -> Outcome | None:
+        """A checkpoint without a model, where the request would not fit otherwise; None where that is not so, or nothing can be covered."""
+        if job.trigger not in (Trigger.GUARD, Trigger.OVERFLOW) or job.limits.window.assumed:
+            return None
+        region = planner.without_call()
+        if isinstance(region, Because):
+            return None
+        warm = job.warm
+        earlier = warm.applied.text if warm.applied else ""
+        covered = warm.messages[max(0, region.from_ - warm.offset) : region.k - warm.offset]
+        budget = int(job.limits.summary / max(1.0, warm.factor))
+        made = self._checkpoint(
+            job, region, region.k, last_resort.summary(covered, earlier, budget), known, Scope.REGION, "mechanical"
+        )
+        if isinstance(made, Rejected):
+            return None
+        attempt = replace(
+            _attempt(job, None, Usage(), "committed", because, 0, made),
+            from_=region.from_,
+            k=region.k,
+            strategy="mechanical",
+        )
+        return await self._commit(job, made, known, attempt)
+
+    async def _commit(self, job: Job, made: Checkpoint, known: Session | None, attempt: Attempt) -> Outcome:
+        """Make it the session's newest. A session that the store does not know has no version yet: the checkpoint serves this request alone."""
+        if known is None:
+            attempt = replace(attempt, outcome="made")
+            self._count(job, attempt)
+            return Outcome(made, None, False, attempt)
+        if not await self._store.commit(Commit(job.warm.session, known.version, made)):
+            attempt = replace(attempt, outcome="failed", because=Because.CONFLICT, generation=0)
+            await self._noted(job, attempt, job.counters)
+            return Outcome(made, Because.CONFLICT, False, attempt)
+        await self._noted(
+            job, attempt, pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
+        )
+        return Outcome(made, None, True, attempt)
 
     async def _read(self, job: Job, plan: Plan) -> _Reading:
         """Ask for the summary once. Whatever goes wrong is a reason."""
@@ -220,16 +256,29 @@ class Compactor:
     def _made(self, job: Job, plan: Plan, verdict: Summary | Rejected, known: Session | None) -> Checkpoint | Rejected:
         if isinstance(verdict, Rejected):
             return verdict
+        return self._checkpoint(job, plan.region, plan.read_to, verdict, known, plan.scope, "replay")
+
+    def _checkpoint(
+        self,
+        job: Job,
+        region: Region,
+        read_to: int,
+        summary: Summary,
+        known: Session | None,
+        scope: Scope,
+        strategy: str,
+    ) -> Checkpoint | Rejected:
         generation = known.generation + 1 if known is not None else 1
+        name = checkpoint_id(str(job.warm.session), generation, summary.text)
         return checkpoint.make(
-            verdict,
-            ref(plan, job.warm, checkpoint_id(str(job.warm.session), generation, verdict.text), generation),
+            summary,
+            ref(region, read_to, job.warm, name, generation),
             session=str(job.warm.session),
-            region_tokens=plan.region.tokens,
+            region_tokens=region.tokens,
             factor=job.warm.factor,
             model=job.warm.model,
-            scope=plan.scope,
-            strategy="replay",
+            scope=scope,
+            strategy=strategy,
             made_at_ms=clock.now_ms(),
             anyway=job.trigger is not Trigger.SOFT,
         )
@@ -239,14 +288,18 @@ class Compactor:
         attempt = _attempt(job, None, Usage(), "skipped", because, 0, None)
         counters = replace(job.counters, last_turn=job.counters.turns)
         await self._noted(job, attempt, counters)
-        return Outcome(None, because, committed=False, attempt=attempt)
+        return Outcome(None, because, False, attempt)
 
     def _ended(self, job: Job, because: Because) -> Outcome:
         """Somebody else did or does it: no line in the journal, it is theirs."""
         self._metrics.compaction(job.trigger, "skipped", because, Usage(), None, 0.0, 0)
-        return Outcome(None, because, committed=False, attempt=None)
+        return Outcome(None, because, False, None)
 
     async def _noted(self, job: Job, attempt: Attempt, counters: Counters) -> None:
+        self._count(job, attempt)
+        await self._store.note(job.warm.session, attempt, counters)
+
+    def _count(self, job: Job, attempt: Attempt) -> None:
         usage = Usage(prompt=attempt.prompt, completion=attempt.completion, cached=attempt.cached)
         saved = attempt.saved_tokens or 0
         self._metrics.compaction(
@@ -265,7 +318,6 @@ class Compactor:
             attempt.expected_new,
             attempt.duration_ms,
         )
-        await self._store.note(job.warm.session, attempt, counters)
 
     async def wait_elsewhere(self, warm: Warm, timeout_s: float) -> Checkpoint | None:
         """A checkpoint that another worker is making for this session, if it comes within `timeout_s`."""

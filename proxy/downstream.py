@@ -1,7 +1,7 @@
 """The client's side of one exchange: its request as it came, and an answer that is sent as it stands.
 
-aiohttp's own response classes add Date, Server and Content-Type, and drop header bytes that are no UTF-8; so the head of an answer is
-written here, and aiohttp's writer carries it.
+aiohttp's own response classes add Date, Server and Content-Type, and drop header bytes that are no UTF-8; so answers are
+written here, onto the transport.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final
 
 import aiohttp
 from aiohttp import web
-from aiohttp.http import HttpVersion10, StreamWriter
+from aiohttp.http import HttpVersion10
 from aiohttp.http_exceptions import HttpProcessingError
 
 from proxy.errors import ERROR_HEADER, Answerable, ClientGone, Ended, Refused, body_too_large
-from proxy.outbound import Headers, Inbound, decoded, encoded
+from proxy.outbound import Body, Headers, Inbound, decoded, encoded
 
 _NO_BODY: Final = frozenset({204, 304})
 _REPLAYABLE: Final = 64 * 1024
@@ -38,10 +38,10 @@ class Client:
 
     def __init__(self, request: web.BaseRequest, *, max_body_bytes: int, stall_s: float) -> None:
         self._request = request
-        self._writer = _stream_writer(request)
         self._max_body_bytes = max_body_bytes
         self._stall_s = stall_s
         self._upload = _Upload(self)
+        self._head = b""
         self._chunked = self._until_close = self._bodiless = False
         self._may_keep_alive = request.keep_alive
         self.status: int | None = None
@@ -52,7 +52,7 @@ class Client:
             request.method,
             request.raw_path,
             decoded(request.raw_headers),
-            self._upload if request.body_exists else None,
+            self._arriving(),
         )
 
     @property
@@ -70,6 +70,8 @@ class Client:
         declared = self.inbound.header("content-length") or ""
         if _DIGITS.fullmatch(declared) and int(declared) > self._max_body_bytes:
             raise body_too_large(int(declared), self._max_body_bytes)
+        if isinstance(self.inbound.body, bytes):
+            return self.inbound.body
         chunks: list[bytes] = []
         size = 0
         while chunk := await self._receive():
@@ -97,32 +99,27 @@ class Client:
             head.append("Connection: keep-alive")
         self.status = status
         self.started = True
-        await self._send(encoded("\r\n".join(head) + "\r\n\r\n"))
-        if self._chunked:
-            self._writer.enable_chunking()
+        # With the first piece of the body if that is there already, else at the next turn of the loop: one packet less for short answers.
+        self._head = encoded("\r\n".join(head) + "\r\n\r\n")
+        asyncio.get_running_loop().call_soon(self._flush)
 
     async def write(self, chunk: bytes) -> None:
         """Send a piece of the body; returns when the client has taken enough for more to be worth sending."""
         if chunk and not self._bodiless:
-            await self._send(chunk)
+            await self._send(b"%x\r\n%b\r\n" % (len(chunk), chunk) if self._chunked else chunk)
 
     async def end(self) -> None:
         """Send the end of the body."""
-        if self._chunked:
-            try:
-                async with asyncio.timeout(self._stall_s):
-                    await self._writer.write_eof()
-            except (ConnectionError, TimeoutError):
-                self.abort()
-                raise ClientGone from None
+        await self._send(b"0\r\n\r\n" if self._chunked else b"")
         self.ended = True
 
     def abort(self) -> None:
         """Break off, so that the client sees an incomplete answer: what has been written still goes out, but no end is made up."""
         transport = self._request.transport
         self._may_keep_alive = False
-        if transport is None:
+        if transport is None or transport.is_closing():
             return
+        self._flush()
         if self._until_close and self.started and not self.ended:
             # Here closing is what marks the end, so only a reset can tell that this is none.
             sock: socket.socket | None = transport.get_extra_info("socket")
@@ -162,7 +159,7 @@ class Client:
         """The next piece of the body; b"" at its end."""
         try:
             if self._upload.awaits_continue():
-                await self._writer.write(_CONTINUE)
+                await self._send(_CONTINUE)
             async with asyncio.timeout(self._stall_s):
                 return await self._request.content.readany()
         except (web.RequestPayloadError, HttpProcessingError):
@@ -174,16 +171,36 @@ class Client:
             raise ClientGone from None
 
     async def _send(self, piece: bytes) -> None:
-        try:
-            await self._writer.write(piece, drain=False)
-            if self._request.protocol.writing_paused:
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ClientGone
+        if self._head:
+            piece, self._head = self._head + piece, b""
+        transport.write(piece)
+        if self._request.protocol.writing_paused:
+            try:
                 async with asyncio.timeout(self._stall_s):
-                    await self._writer.drain()
-        except ConnectionError:
-            raise ClientGone from None
-        except TimeoutError:
-            self.abort()
-            raise ClientGone from None
+                    await self._request.writer.drain()
+            except ConnectionError:
+                raise ClientGone from None
+            except TimeoutError:
+                self.abort()
+                raise ClientGone from None
+
+    def _flush(self) -> None:
+        transport = self._request.transport
+        if self._head and transport is not None and not transport.is_closing():
+            transport.write(self._head)
+            self._head = b""
+
+    def _arriving(self) -> Body:
+        """The body: its bytes where all of it came along with the head, as short ones do; else the upload that goes on."""
+        content = self._request.content
+        if not self._request.body_exists:
+            return None
+        if content.is_eof() and content.total_bytes <= _REPLAYABLE and "Transfer-Encoding" not in self._request.headers:
+            return content.read_nowait(-1)
+        return self._upload
 
 
 class _Upload:
@@ -235,9 +252,3 @@ class _Sent(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         """Nothing."""
-
-
-def _stream_writer(request: web.BaseRequest) -> StreamWriter:
-    writer = request.writer
-    assert isinstance(writer, StreamWriter), "the server's writer is aiohttp's own"
-    return writer

@@ -81,10 +81,14 @@ class Listener:
         route = Route.CHAT if _is_chat(client) else Route.OTHER
         if self._stopping:
             client.close_after()
+        task = asyncio.current_task()
+        assert task is not None, "handlers run in tasks"
+        self._serving.add(task)
         try:
-            with self._metrics.in_flight(), self._served():
+            with self._metrics.in_flight():
                 await self._answered(client, route)
         finally:
+            self._serving.discard(task)
             self._metrics.answered(route, client.status)
             if client.outcome is not None:
                 self._metrics.relayed(client.outcome)
@@ -133,16 +137,6 @@ class Listener:
             )
         if inbound.method == "CONNECT":
             raise Refused(501, "warmfold is no forward proxy: it does not serve CONNECT.", code="connect_not_supported")
-
-    @contextlib.contextmanager
-    def _served(self) -> Any:
-        task = asyncio.current_task()
-        assert task is not None, "handlers run in tasks"
-        self._serving.add(task)
-        try:
-            yield
-        finally:
-            self._serving.discard(task)
 
 
 async def opened(runner: web.BaseRunner, section: str, host: str, port: int) -> str:

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from proxy.core.model import Because, Trigger, Usage
 from proxy.errors import Ended, UpstreamFault
+from proxy.store.trouble import Trouble
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the number of series, and no query uses it
 
@@ -35,18 +36,6 @@ class Route(StrEnum):
     """Which way a request went."""
 
     CHAT = "chat"
-    OTHER = "other"
-
-
-class StoreFailure(StrEnum):
-    """Why a call to the store brought nothing."""
-
-    TIMEOUT = "timeout"
-    UNREACHABLE = "unreachable"
-    REFUSED = "refused"
-    """The server answered with an error: out of memory, read only, loading, wrong type."""
-    FOREIGN = "foreign"
-    """What it holds is damaged, of another version, or not what the key says."""
     OTHER = "other"
 
 
@@ -106,7 +95,7 @@ class Metrics:
         self._relayed = counter("relayed_answers", "How relayed answers ended.", ended=Ended)
         self._upstream_errors = counter("upstream_errors", "Upstream failures, by kind.", kind=UpstreamFault)
         self._store_failures = counter(
-            "store_failures", "Calls to the store that brought nothing, by kind.", kind=StoreFailure
+            "store_failures", "Calls to the store that brought nothing, by kind.", kind=Trouble
         )
         self._retries = counter(
             "retries", "Further calls to the upstream for one client request, by cause.", cause=Retry
@@ -193,7 +182,7 @@ class Metrics:
         """The upstream gave no answer, or not all of it."""
         self._upstream_errors.labels(fault).inc()
 
-    def store_failed(self, kind: StoreFailure) -> None:
+    def store_failed(self, kind: Trouble) -> None:
         """A call to the store brought nothing."""
         self._store_failures.labels(kind).inc()
 

@@ -222,7 +222,6 @@ class Upstreams:
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
-            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
             request_class=VerbatimRequest,
             response_class=WatchedResponse,
             max_line_size=MAX_HEADER_BYTES,

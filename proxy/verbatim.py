@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,8 @@ import aiohttp
 from aiohttp import ClientRequest, ClientResponse, StreamReader, hdrs
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawResponseMessage, StreamWriter
-from aiohttp.payload import PAYLOAD_REGISTRY
+from aiohttp.payload import PAYLOAD_REGISTRY, BytesPayload
+from multidict import CIMultiDict
 
 from proxy import clock
 from proxy.outbound import Body, Headers, encoded
@@ -73,7 +75,12 @@ class Outgoing:
 class VerbatimRequest(ClientRequest):
     """A request that carries the headers it is given and nothing else but Host and the framing of its body."""
 
+    # Names what aiohttp may not add to a body. The others it may not add are left out by update_auto_headers.
+    _skip_auto_headers = CIMultiDict[None]({hdrs.CONTENT_TYPE: None})
     _odd_head: bytes | None = None
+
+    def update_auto_headers(self, skip_auto_headers: Iterable[str] | None) -> None:
+        """Nothing: no Accept, Accept-Encoding or User-Agent of its own."""
 
     def update_body_from_data(self, body: Outgoing, _stacklevel: int = 3) -> None:
         """Take headers and body. Framed by Content-Length where the headers have one, else chunked; never by an added Content-Length: 0."""
@@ -111,9 +118,11 @@ class VerbatimRequest(ClientRequest):
     async def write_bytes(
         self, writer: AbstractStreamWriter, conn: Connection, content_length: int | None = None
     ) -> None:
-        """Write the body behind the head, which is still unsent here."""
+        """Write the body behind the head, which is still unsent here. The head of a body that is still to come leaves at once."""
         if self._odd_head is not None and isinstance(writer, StreamWriter):
             writer._headers_buf = self._odd_head
+        if not isinstance(self._body, BytesPayload):
+            writer.send_headers()
         await super().write_bytes(writer, conn, content_length)
 
 

@@ -95,9 +95,8 @@ class Spelling:
         if char == "/" and chance < 0.5:
             return "\\/"
         if "\ud800" <= char <= "\udfff" or chance < self._escapes:
-            return json.dumps(char + char)[1:-1][: 6 * len(char.encode("utf-16-be", "surrogatepass")) // 2] if (
-                char > "\x7f"
-            ) else f"\\u{ord(char):04X}"
+            units = char.encode("utf-16-be", "surrogatepass")
+            return "".join(f"\\u{int.from_bytes(units[i : i + 2], 'big'):04x}" for i in range(0, len(units), 2))
         return json.dumps(char, ensure_ascii=False)[1:-1]
 
 

@@ -20,6 +20,9 @@ _OPENING_CHARS = 60
 _MARKS = frozenset({"cache_control"})
 """Where providers are told to cache. Clients move these marks to the newest message on every turn: no change of meaning."""
 
+_MAX_DEPTH = 350
+"""A message nested deeper means its bytes: what it is must not hang on how deep our own stack is when it is read."""
+
 _REASONING_KEYS = ("reasoning_content", "reasoning", "reasoning_details", "thinking")
 
 
@@ -51,7 +54,8 @@ def facts(element: bytes) -> Facts:
         if "content" not in message:
             del meaning["content"]
         packed: list[bytes] = []
-        _pack(meaning, packed)
+        _pack(meaning, packed, _MAX_DEPTH)
+        weight = tokens.of_message(message)
     except (ValueError, RecursionError):
         return _opaque(element)
     role = message.get("role")
@@ -63,9 +67,9 @@ def facts(element: bytes) -> Facts:
         calls=_calls(message),
         answers=_answers(message),
         opening=_opening(message),
-        weight=tokens.of_message(message),
+        weight=weight,
         reasoning=_reasons(message),
-        spliceable=isinstance(content, (str, list)),
+        spliceable=isinstance(content, (str, list)) and not isinstance(content, _Number),
     )
 
 
@@ -95,8 +99,10 @@ def _content(content: object) -> object:
     return content
 
 
-def _pack(value: object, out: list[bytes]) -> None:
-    """Append an unambiguous form of a JSON value: type, length, content; keys sorted."""
+def _pack(value: object, out: list[bytes], room: int) -> None:
+    """Append an unambiguous form of a JSON value: type, length, content; keys sorted. RecursionError beyond `room` levels."""
+    if not room:
+        raise RecursionError
     if isinstance(value, str):
         text = value.encode("utf-8", "surrogatepass")
         out.append(b"%c%d:" % (b"n" if isinstance(value, _Number) else b"s", len(text)))
@@ -104,12 +110,12 @@ def _pack(value: object, out: list[bytes]) -> None:
     elif isinstance(value, dict):
         out.append(b"{%d:" % len(value))
         for key in sorted(value):
-            _pack(key, out)
-            _pack(value[key], out)
+            _pack(key, out, room)
+            _pack(value[key], out, room - 1)
     elif isinstance(value, list):
         out.append(b"[%d:" % len(value))
         for inner in value:
-            _pack(inner, out)
+            _pack(inner, out, room - 1)
     else:
         out.append({None: b"0", True: b"t", False: b"f"}[value])  # type: ignore[index]  # json yields nothing else
 

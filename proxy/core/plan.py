@@ -96,14 +96,20 @@ class Planner:
         """The compaction, or why there is none. `span`: a region an operator asked for instead of the chosen one."""
         warm = self.warm
         sizes = [round(f.weight * warm.factor) for f in warm.facts]
-        chosen = self._choose(sizes, trigger) if span is None else self._asked_for(sizes, span)
+        base = round(warm.base * warm.factor)
+        chosen = self._choose(sizes, base, trigger) if span is None else self._asked_for(sizes, span)
         if isinstance(chosen, Because):
             return chosen
-        base = round(warm.base * warm.factor)
         return self._call(chosen, [base, *(base + size for size in accumulate(sizes))])
 
-    def _choose(self, sizes: Sequence[int], trigger: Trigger) -> Region | Because:
+    def without_call(self) -> Region | Because:
+        """The region for a checkpoint that needs no call, so it need not fit one: all up to the newest messages."""
         warm = self.warm
+        return self._choose([round(f.weight * warm.factor) for f in warm.facts], round(warm.base * warm.factor), Trigger.GUARD)
+
+    def _choose(self, sizes: Sequence[int], base: int, trigger: Trigger) -> Region | Because:
+        warm = self.warm
+        replaced = warm.applied.checkpoint_tokens if warm.applied else 0
         from_ = warm.applied.from_ if warm.applied else region.keep_head(warm.facts, self.limits.keep_head_messages)
         return region.choose(
             warm.facts,
@@ -111,9 +117,10 @@ class Planner:
             self.limits,
             offset=warm.offset,
             from_=from_,
-            replaced_tokens=warm.applied.checkpoint_tokens if warm.applied else 0,
+            replaced_tokens=replaced,
             latest=warm.end,
             anyway=trigger is not Trigger.SOFT,
+            fixed=max(0, base - replaced),
         )
 
     def _asked_for(self, sizes: Sequence[int], span: tuple[int, int]) -> Region | Because:
@@ -126,11 +133,16 @@ class Planner:
         if warm.applied is not None:
             if from_ != warm.applied.from_:
                 return Because.NO_BOUNDARY
-        elif from_ and (from_ not in cuts or from_ >= k or warm.facts[from_ - 1].role == "user"):
+        elif from_ and (from_ not in cuts or from_ >= k or not self._takes_checkpoint(from_)):
             return Because.NO_BOUNDARY
         replaced = warm.applied.checkpoint_tokens if warm.applied else 0
         start = max(from_, warm.offset) - warm.offset
         return Region(from_, k, replaced + sum(sizes[start : k - warm.offset]), sum(sizes[k - warm.offset :]))
+
+    def _takes_checkpoint(self, at: int) -> bool:
+        """Whether a user message may stand in place of message `at`: behind an answer, or where one stood behind something else than a user."""
+        before = self.warm.facts[at - 1].role
+        return before == "assistant" or (before != "user" and self.warm.facts[at].role == "user")
 
     def _call(self, chosen: Region, before: Sequence[int]) -> Plan | Because:
         """The call for a region: over the whole warm request where that has room, else cut at the region's end, else at an earlier cut.
@@ -178,15 +190,15 @@ class Planner:
         return Plan(chosen, scope, read_to, built, prompt + INSTRUCTION_TOKENS, new, limits)
 
 
-def ref(plan: Plan, warm: Warm, checkpoint_id: str, generation: int) -> CheckpointRef:
+def ref(covered: Region, read_to: int, warm: Warm, checkpoint_id: str, generation: int) -> CheckpointRef:
     """The new checkpoint's claim: what it covers, and all that its summariser read."""
     return CheckpointRef(
         id=checkpoint_id,
         generation=generation,
-        from_=plan.region.from_,
-        k=plan.region.k,
-        digest_k=warm.chain[plan.region.k - 1],
-        seen_len=plan.read_to,
-        seen=warm.chain[plan.read_to - 1],
+        from_=covered.from_,
+        k=covered.k,
+        digest_k=warm.chain[covered.k - 1],
+        seen_len=read_to,
+        seen=warm.chain[read_to - 1],
         preamble=warm.preamble_digest,
     )

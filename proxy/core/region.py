@@ -73,12 +73,14 @@ def choose(
     replaced_tokens: int,
     latest: int,
     anyway: bool,
+    fixed: int = 0,
 ) -> Region | Because:
     """The region that the next checkpoint shall cover, or why there is none.
 
     `facts` and `sizes` (tokens) describe messages [offset, offset + len): those after an earlier checkpoint, which weighs
     `replaced_tokens`. A cut after `latest` is taken only where there is no earlier one: what lies behind it was never sent, so it is in
-    no cache. `anyway`: at the hard watermark, after an overflow or on request the minimum does not count.
+    no cache. `anyway`: at the hard watermark, after an overflow or on request the minimum does not count. `fixed`: tokens of all that
+    no compaction shrinks: tools, preamble, a kept head.
     """
     cuts = [c for c in legal_cuts(facts, offset) if c > from_]
     cuts = [c for c in cuts if c <= latest] or cuts
@@ -91,8 +93,8 @@ def choose(
     if not anyway:
         if new < limits.min_region:
             return Because.REGION_TOO_SMALL
-        if sum(sizes) + replaced_tokens - region.tokens > limits.soft:
-            # Even an empty checkpoint would leave the tail above the watermark: it would press again at once.
+        if fixed + sum(sizes) + replaced_tokens - region.tokens > limits.soft:
+            # Even an empty checkpoint would leave the rest above the watermark: it would press again at once.
             return Because.INSUFFICIENT_GAIN
     return region
 
@@ -110,9 +112,12 @@ def _cut(facts: Sequence[Facts], cuts: Sequence[int], after: Sequence[int], limi
     fitting = [c for c in cuts if want <= after[c - offset] <= limits.tail_cap]
     if fitting:
         return max(fitting, key=lambda c: (_place(facts, c - offset), c))
-    # No boundary in that range: the next smaller tail, unless the newest balanced group alone is larger than all that.
+    # No boundary in that range: the next smaller tail, unless the newest balanced group alone is larger than all that. Neither shall
+    # part a question from its answer while another boundary will do.
     smaller = [c for c in cuts if after[c - offset] < want]
-    return min(smaller) if smaller else max(cuts)
+    if smaller:
+        return min(smaller, key=lambda c: (_place(facts, c - offset) == 0, c))
+    return max(cuts, key=lambda c: (_place(facts, c - offset) > 0, c))
 
 
 def _recent_turns(facts: Sequence[Facts], turns: int) -> int:

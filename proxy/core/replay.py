@@ -69,7 +69,7 @@ class Replay:
 def instruction(visible: Facts | None, scope: Scope) -> str:
     """The built-in instruction. `visible`: the first message that stays visible, where the summariser reads on past the region."""
     if scope is Scope.WARM and visible is not None and visible.opening:
-        what = f"all messages before the {visible.role} message that starts {json.dumps(visible.opening, ensure_ascii=False)} (it and later ones stay)"
+        what = f"all messages before the {visible.role} message that starts {json.dumps(_named(visible.opening), ensure_ascii=False)} (it and later ones stay)"
     else:
         what = "all messages above"
     headings = "; ".join(HEADINGS)
@@ -78,6 +78,26 @@ def instruction(visible: Facts | None, scope: Scope) -> str:
         f"the work can go on from it alone. If an earlier checkpoint is above, update it: keep what still holds. Use these headings: "
         f"{headings}. Copy names, paths, numbers and rules exactly. Answer with the checkpoint text alone, call no tool, do not mention this request."
     )
+
+
+def _named(opening: str) -> str:
+    """So much of a message's opening that the instruction stays within its tokens in any script.
+
+    A byte-level vocabulary makes at most one token of a byte. Only where ASCII letters follow each other are there words to be found.
+    """
+    room = 40.0
+    in_word = False
+    for at, char in enumerate(opening):
+        was_in_word, in_word = in_word, char.isascii() and (char.islower() or char == " ")
+        if not char.isascii():
+            room -= len(char.encode("utf-8", "replace"))
+        elif in_word:
+            room -= 0.4 if was_in_word else 1.0
+        else:
+            room -= 1.0 if char.isalnum() else 1.5
+        if room < 0:
+            return opening[:at]
+    return opening
 
 
 def build(
@@ -138,9 +158,9 @@ def _forces(choice: object) -> bool:
         return choice not in ("auto", "none")
     if isinstance(choice, dict):
         allowed = choice.get("allowed_tools")
-        return not (
-            choice.get("type") == "allowed_tools" and isinstance(allowed, dict) and allowed.get("mode") == "auto"
-        )
+        if choice.get("type") == "allowed_tools" and isinstance(allowed, dict):
+            return allowed.get("mode") != "auto"
+        return choice.get("type") not in ("auto", "none")
     return choice is not None
 
 

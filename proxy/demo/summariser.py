@@ -203,7 +203,7 @@ def _checkpoint(request: Request, known: dict[str, str]) -> str:
 def _task(said: list[str]) -> str:
     earlier = next((match[1] for text in said if (match := _TASK.search(text))), None)
     first = next((text for text in said if text.strip()), "")
-    return earlier or " ".join(first.split())[:240]
+    return earlier or " ".join(_SENTENCE.split(first)[:2])
 
 
 def _constraints(said: list[str]) -> Iterator[str]:

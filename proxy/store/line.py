@@ -55,6 +55,9 @@ class Line:
             async with asyncio.timeout(deadline_s):
                 answer = await asking()
         except (TimeoutError, RedisTimeoutError):
+            if deadline_s > self.short_s and not ticket.probe:
+                # Much to carry takes long on a slow line: that must not cost the other turns their store.
+                raise self._counted(Trouble.TIMEOUT) from None
             raise self._failed(ticket, Trouble.TIMEOUT) from None
         except (RedisConnectionError, OSError):
             raise self._failed(ticket, Trouble.UNREACHABLE) from None

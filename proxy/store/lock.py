@@ -29,11 +29,14 @@ async def held(line: Line, tasks: Tasks, key: bytes, ttl_s: float) -> AsyncItera
     token = clock.token().encode()
     try:
         mine = await line.ask(lambda: lock.acquire(token=token), line.long_s)
-    except (StoreUnavailable, asyncio.CancelledError) as error:
+    except BaseException as error:
         # The server may have taken it down after all: without this nobody could work on the session until it runs out.
         tasks.spawn(_let_go(line, lock, token), "store-unlock")
-        if isinstance(error, asyncio.CancelledError):
+        if not isinstance(error, Exception):
             raise
+        if not isinstance(error, StoreUnavailable):
+            line.count(Trouble.INTERNAL)
+            log.error("store call failed call=flight error=%s", type(error).__name__)
         mine = False
     if not mine:
         yield False
@@ -43,8 +46,8 @@ async def held(line: Line, tasks: Tasks, key: bytes, ttl_s: float) -> AsyncItera
         yield True
     finally:
         renewing.cancel()
-        # A task of its own, shielded: whoever cancels the holder must not keep the lock from being let go of.
-        await asyncio.shield(tasks.spawn(_let_go(line, lock, token), "store-unlock"))
+        # A task of its own: whoever cancels the holder must not keep the lock from being let go of.
+        await asyncio.wait([tasks.spawn(_let_go(line, lock, token), "store-unlock")])
 
 
 async def _renew(line: Line, lock: Lock, ttl_s: float) -> None:

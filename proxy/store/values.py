@@ -95,7 +95,7 @@ def session(id: SessionId, values: Sequence[bytes | None], entries: bytes) -> Se
         return Session(
             id=id,
             explicit=(field["explicit"] or b"").decode("utf-8", "surrogatepass"),
-            turn=msgspec.msgpack.decode(turn, type=Turn) if turn else None,
+            turn=msgspec.msgpack.decode(turn or b"", type=Turn),
             entries=tuple(starmap(Entry, _ENTRY.iter_unpack(entries))),
             bodies_from=number("bodies_from"),
             counters=Counters(

@@ -7,7 +7,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -20,6 +20,7 @@ from proxy.upstream import Upstreams
 PATIENCE_S = 10.0
 """How long a test waits for what must happen. Nothing is asserted about how long it takes."""
 
+T = TypeVar("T")
 Pairs = list[tuple[bytes, bytes]]
 
 
@@ -39,7 +40,7 @@ def run_on(new_loop: Callable[[], asyncio.AbstractEventLoop], work: Coroutine[An
         runner.run(work)
 
 
-async def soon(awaitable: Awaitable[Any]) -> Any:
+async def soon(awaitable: Awaitable[T]) -> T:
     """What it brings, within our patience."""
     return await asyncio.wait_for(awaitable, PATIENCE_S)
 
@@ -66,23 +67,18 @@ class Message:
         return sorted((key, value) for key, value in self.headers if key.lower() not in hop)
 
 
-async def read_head(reader: asyncio.StreamReader) -> Message | None:
-    """First line and headers; None where the connection ended before them."""
-    try:
-        raw = await reader.readuntil(b"\r\n\r\n")
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
+async def read_head(reader: asyncio.StreamReader) -> Message:
+    """First line and headers. Raises EOFError where the connection ended before them."""
+    raw = await reader.readuntil(b"\r\n\r\n")
     first, *lines = raw[:-4].split(b"\r\n")
     headers = [(name, value.strip(b" ")) for name, _, value in (line.partition(b":") for line in lines)]
     return Message(first, headers)
 
 
-async def read_message(
-    reader: asyncio.StreamReader, *, bodiless: bool = False, until_close: bool = False
-) -> Message | None:
+async def read_message(reader: asyncio.StreamReader, *, bodiless: bool = False, until_close: bool = False) -> Message:
     """A whole message. `until_close`: without framing the body goes on to the end of the connection (answers only)."""
     message = await read_head(reader)
-    if message is None or bodiless:
+    if bodiless:
         return message
     try:
         if any(b"chunked" in value.lower() for value in message.all(b"transfer-encoding")):
@@ -159,12 +155,13 @@ class RawUpstream:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
-            while request := await (read_head if self.heads_only else read_message)(reader):
+            while True:
+                request = await (read_head if self.heads_only else read_message)(reader)
                 self.requests.append(request)
                 await self.script(Exchange(reader, writer, request))
                 if writer.is_closing():
                     break
-        except ConnectionError:
+        except (ConnectionError, EOFError):
             pass
         finally:
             writer.close()
@@ -217,6 +214,16 @@ class Proxy:
         return 0.0
 
 
+async def counted(proxy: Proxy, series: str, value: float = 1) -> None:
+    """Returns once a series has this value: what is counted behind an answer may come after it."""
+
+    async def until() -> None:
+        while proxy.count(series) != value:  # noqa: ASYNC110 - a counter tells nobody that it moved
+            await asyncio.sleep(0.005)
+
+    await soon(until())
+
+
 @asynccontextmanager
 async def proxy(
     base_url: str,
@@ -232,8 +239,8 @@ async def proxy(
     metrics = Metrics()
     upstreams = Upstreams(config, metrics)
     listener = Listener(config, upstreams, metrics, chat(upstreams, config) if chat else None)
-    url = await listener.open()
     try:
+        url = await listener.open()
         yield Proxy(listener, metrics, upstreams, config, int(url.rsplit(":", 1)[1].split("/")[0]))
     finally:
         await listener.close(0)
@@ -254,9 +261,7 @@ async def ask(port: int, request: bytes, *, bodiless: bool = False) -> Message:
     """The answer to one raw request on a connection of its own."""
     async with connected(port) as (reader, writer):
         writer.write(request)
-        message = await soon(read_message(reader, bodiless=bodiless, until_close=True))
-        assert message is not None, "the connection was closed without an answer"
-        return message
+        return await soon(read_message(reader, bodiless=bodiless, until_close=True))
 
 
 @asynccontextmanager

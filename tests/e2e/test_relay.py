@@ -194,5 +194,3 @@ async def test_answers_that_would_smuggle_a_header_are_refused() -> None:
     async with pair(fixed(plain(b"x", b"HTTP/1.1 200 OK\r\nX-A: 1\rSet-Cookie: evil=1"))) as (_, warmfold):
         got = await ask(warmfold.port, b"GET /v1/x HTTP/1.1\r\nHost: h\r\n\r\n")
     assert (got.status, got.all(b"set-cookie")) == (502, [])
-
-

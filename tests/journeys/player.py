@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -60,8 +61,14 @@ class Player:
     async def post(self, body: bytes | Mapping[str, Any], **headers: str) -> Answered:
         """One chat completion through the proxy."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        sent = {"Content-Type": "application/json", **self.headers, **{k.replace("_", "-"): v for k, v in headers.items()}}
-        async with self.http.post(f"{self.running.base_url}/chat/completions", data=data, headers=sent) as reply:
+        sent = {
+            "Content-Type": "application/json",
+            **self.headers,
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
+        async with self.http.post(
+            f"{self.running.base_url}/chat/completions", data=io.BytesIO(data), headers=sent
+        ) as reply:
             return Answered(reply.status, reply.headers.copy(), await reply.read())
 
     async def settled(self) -> None:
@@ -94,25 +101,48 @@ def elements(raw: bytes) -> tuple[bytes, ...]:
     return tuple(element.strip() for element in found.messages)
 
 
-def is_extension(compaction: bytes, turns: Sequence[bytes]) -> bool:
-    """I2: a routed request, whole or cut, then at most one rebuilt answer, then one user message with the instruction."""
+def is_extension(compaction: bytes, turns: Sequence[bytes], live: Sequence[bytes] = ()) -> bool:
+    """I2: a routed request, whole or cut, then at most one rebuilt answer, then one user message with the instruction.
+
+    `turns` are the requests that the provider got, `live` those that clients sent: one that does not fit is compacted before it is
+    routed, so the provider has never seen it whole.
+    """
     *before, last = elements(compaction)
     spoken = json.loads(last)
     if spoken.get("role") != "user" or not str(spoken.get("content")).startswith(OPENING):
         return False
-    for turn in turns:
+    for turn in (*turns, *live):
         sent = elements(turn)
         for kept in (before, before[:-1]):
-            if tuple(kept) != sent[: len(kept)]:
-                continue
             answer = before[len(kept) :]
-            if not answer or (json.loads(answer[0]).get("role") == "assistant" and len(kept) == len(sent)):
+            if answer and (json.loads(answer[0]).get("role") != "assistant" or len(kept) != len(sent)):
+                continue
+            if tuple(kept) == sent[: len(kept)] or (turn in live and _is_live_behind_a_checkpoint(kept, sent)):
                 return same_parameters(compaction, turn)
     return False
 
 
+def _is_live_behind_a_checkpoint(kept: Sequence[bytes], sent: Sequence[bytes]) -> bool:
+    """Preamble, a checkpoint, and messages of the client's request in their order: a further pass over a request that does not fit."""
+    at = next((i for i, element in enumerate(kept) if b"<checkpoint_summary" in element), None)
+    if at is None or tuple(kept[:at]) != tuple(sent[:at]):
+        return False
+    rest = tuple(kept[at + 1 :])
+    return any(tuple(sent[i : i + len(rest)]) == rest for i in range(at, len(sent) - len(rest) + 1))
+
+
 _MAY_CHANGE = frozenset(
-    {"messages", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "stop", "logprobs", "top_logprobs"}
+    {
+        "messages",
+        "stream",
+        "stream_options",
+        "n",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+    }
     | {"response_format", "store", "logit_bias", "presence_penalty", "frequency_penalty"}
 )
 

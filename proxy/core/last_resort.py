@@ -1,0 +1,114 @@
+"""A checkpoint without a model: for the hard watermark, when no summary can be had or the region has no room in one call.
+
+What was said is kept as it stands as long as the budget lasts: first the first user message, then from the newest message back; what
+does not fit is cut to a line, and then left out with a count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from proxy.core import tokens
+from proxy.core.checkpoint import Summary
+
+_USER_CHARS = 1200
+_OTHER_CHARS = 400
+_RESULT_CHARS = 240
+_LINE_CHARS = 80
+_EARLIER_SHARE = 0.4
+"""Of the budget, for an earlier checkpoint: it stands for more than what is condensed now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    who: str
+    text: str
+    limit: int
+
+    def cut(self, limit: int) -> str:
+        text = " ".join(self.text.split()) if limit <= _LINE_CHARS else self.text.strip()
+        shown = text if len(text) <= limit else text[: limit - 1] + "…"
+        return f"{self.who}: {shown}"
+
+
+def summary(messages: Sequence[bytes], earlier: str, budget_tokens: int) -> Summary:
+    """The text for a region. `earlier`: an earlier checkpoint's text, or "". Never raises: an unreadable message is named as such."""
+    lines = [line for element in messages for line in _lines(element)]
+    head = "The earlier part of the conversation, shortened mechanically: long texts are cut."
+    parts = [head]
+    left = budget_tokens - tokens.of_text(head) - tokens.MESSAGE_OVERHEAD
+    if earlier:
+        text = _within(earlier, int(left * _EARLIER_SHARE))
+        parts.append(f"Before that:\n{text}")
+        left -= tokens.of_text(text) + tokens.MESSAGE_OVERHEAD
+    kept: dict[int, str] = {}
+    first = next((at for at, line in enumerate(lines) if line.who == "user"), None)
+    order = ([first] if first is not None else []) + [at for at in range(len(lines) - 1, -1, -1) if at != first]
+    for at in order:
+        for limit in (lines[at].limit, _LINE_CHARS):
+            text = lines[at].cut(limit)
+            cost = tokens.of_text(text) + 1
+            if cost <= left:
+                kept[at] = text
+                left -= cost
+                break
+    omitted = len(lines) - len(kept)
+    if omitted:
+        parts.append(f"({omitted} entries left out)")
+    return Summary("\n".join([*parts, *(kept[at] for at in sorted(kept))]))
+
+
+def _within(text: str, budget: int) -> str:
+    """The start of a text that is at most about `budget` tokens."""
+    size = tokens.of_text(text)
+    if size <= budget:
+        return text
+    return text[: max(0, len(text) * max(0, budget) // size - 1)] + "…"
+
+
+def _lines(element: bytes) -> Iterator[_Line]:
+    try:
+        message = json.loads(element)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict):
+        yield _Line("message", "(unreadable)", _LINE_CHARS)
+        return
+    role = str(message.get("role") or "message")
+    text = _text(message.get("content"))
+    if text:
+        limit = {
+            "user": _USER_CHARS,
+            "system": _USER_CHARS,
+            "developer": _USER_CHARS,
+            "tool": _RESULT_CHARS,
+            "function": _RESULT_CHARS,
+        }
+        yield _Line("result" if role in ("tool", "function") else role, text, limit.get(role, _OTHER_CHARS))
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict):
+            yield _Line("called", f"{function.get('name')}({function.get('arguments')})", _RESULT_CHARS)
+    legacy = message.get("function_call")
+    if isinstance(legacy, dict):
+        yield _Line("called", f"{legacy.get('name')}({legacy.get('arguments')})", _RESULT_CHARS)
+
+
+def _text(content: object) -> str:
+    """The texts of a content; other parts are named."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    parts = []
+    for part in content:
+        if isinstance(part, dict):
+            parts.append(
+                str(part["text"])
+                if isinstance(part.get("text"), str)
+                else f"[{str(part.get('type')).removesuffix('_url')}]"
+            )
+    return "\n".join(parts)

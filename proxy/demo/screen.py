@@ -1,0 +1,131 @@
+"""What the demo prints: coloured in a terminal, plain lines where its output is piped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from proxy.demo.calls import Call
+from proxy.demo.play import Score, Turn
+
+_BAR_CELLS = 20
+_PLAIN_WIDTH = 118
+_LEGEND = (
+    "Tokens computed: prompt tokens that were not in the provider's cache.",
+    "Facts: stated early, asked for after the last turn served. The model is simulated: asked for a summary, it copies every fact it is shown.",
+    "The transcript shows it 500 characters of each tool result, as is usual; the replay shows it all.",
+)
+
+
+class Screen:
+    """Writes to standard output as the demo goes on."""
+
+    def __init__(self, window_tokens: int, console: Console | None = None) -> None:
+        self._window = window_tokens
+        self._console = console or _console()
+        self._fancy = self._console.encoding.lower().startswith("utf")
+
+    def opening(self, turns: int) -> None:
+        """Who plays against whom."""
+        lines = Text.assemble(
+            ("warmfold demo", "bold cyan"),
+            f"\nA coding agent, {turns} turns, against a simulated provider with a window of {self._window:,} tokens and a prefix cache.\n",
+            "Everything runs on this machine: no key, no network.",
+        )
+        if self._console.is_terminal:
+            self._console.print(Panel(lines, border_style="cyan", expand=False))
+        else:
+            self._console.print(lines.plain)
+        self._console.print()
+
+    def part(self, letter: str, text: str) -> None:
+        """The next of the three ways."""
+        self._console.print(Text.assemble((f"({letter}) ", "bold cyan"), (text, "bold")))
+
+    def done(self, score: Score) -> None:
+        """The outcome of one way, in a line."""
+        full = score.served == score.turns
+        style = "green" if full else "red"
+        text = f"    {score.served} of {score.turns} turns served" + ("" if full else ", then the window was full")
+        self._console.print(Text(text, style=style))
+        self._console.print()
+
+    def columns(self) -> None:
+        """The heading of the turns."""
+        bar = "pressure".ljust(_BAR_CELLS + 6)
+        self._console.print(Text(f"    turn   history    prompt    cached   {bar}  checkpoint", style="dim"))
+
+    def turn(self, turn: Turn) -> None:
+        """One turn: what the client holds, what the provider read, how full the window is, what stands for the beginning."""
+        pressure = turn.used_tokens / self._window
+        colour = "green" if pressure < 0.6 else "yellow" if pressure < 0.75 else "red"
+        note = f"covers {turn.covered} messages" if turn.checkpoint else "-"
+        if turn.compaction in {"inline", "recovered"}:
+            note += f" ({turn.compaction})"
+        self._console.print(
+            Text.assemble(
+                f"    {turn.number:>4}  {turn.history_tokens:>8,}  {turn.prompt_tokens:>8,}  {turn.cached_tokens:>8,}   ",
+                (f"{pressure:>4.0%} {self._bar(pressure)}", colour),
+                ("   " + note, "cyan" if turn.checkpoint else "dim"),
+            )
+        )
+
+    def compaction(self, number: int, call: Call) -> None:
+        """A compaction by replay and how much of it the provider did not have to read again."""
+        share = call.cached / call.prompt_tokens
+        mark = "└─" if self._fancy else "->"
+        text = f"          {mark} checkpoint {number}: the replay read {call.prompt_tokens:,} tokens, {call.cached:,} of them from the cache ({share:.1%})"
+        self._console.print(Text(text, style="bold magenta"))
+
+    def table(self, scores: Sequence[Score], seconds: float) -> None:
+        """All three side by side."""
+        table = Table(box=(box.ROUNDED if self._fancy else box.ASCII), header_style="bold", title_justify="left")
+        table.add_column("", no_wrap=True)
+        for heading in (
+            "turns served",
+            "tokens computed",
+            "compactions",
+            "computed for them",
+            "of them cached",
+            "facts known",
+        ):
+            table.add_column(heading, justify="right")
+        for score in scores:
+            cached = score.compaction_cached
+            table.add_row(
+                score.name,
+                _rated(f"{score.served} of {score.turns}", score.served == score.turns),
+                f"{score.computed:,}",
+                str(len(score.compactions)) if score.compactions else "-",
+                f"{score.compaction_computed:,}" if score.compactions else "-",
+                "-" if cached is None else _rated(f"{cached:.1%}", cached > 0.9),
+                _rated(f"{score.answered} of {score.questions}", score.answered == score.questions),
+            )
+        self._console.print(table)
+        for line in _LEGEND:
+            self._console.print(Text(line, style="dim"))
+        self._console.print(Text(f"{seconds:.1f} s", style="dim"))
+
+    def failed(self, what: str) -> None:
+        """Why there is nothing to show."""
+        self._console.print(Text(f"warmfold demo: {what}", style="bold red"))
+
+    def _bar(self, pressure: float) -> str:
+        full, empty = ("█", "·") if self._fancy else ("#", ".")
+        cells = min(_BAR_CELLS, round(pressure * _BAR_CELLS))
+        return full * cells + empty * (_BAR_CELLS - cells)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # Lines must not be broken where a program reads them.
+    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+
+
+def _rated(text: str, good: bool) -> Text:
+    return Text(text, style="green" if good else "red")

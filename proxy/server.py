@@ -1,0 +1,143 @@
+"""The whole proxy, built and run: store, upstreams, journey, both listeners; and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+import click
+import uvloop
+from aiohttp import web
+
+from proxy import clock
+from proxy.admin.app import Compactor as ByHandPort
+from proxy.admin.app import admin_app
+from proxy.by_hand import ByHand
+from proxy.compactor import Compactor
+from proxy.config import Config, ConfigError
+from proxy.journey import Journey
+from proxy.listener import CannotListen, Chat, Listener, opened
+from proxy.metrics import Metrics
+from proxy.store import Store
+from proxy.store.connect import open_store
+from proxy.tasks import Tasks
+from proxy.tenancy import Tenants
+from proxy.upstream import Upstreams
+from proxy.windows import Windows
+
+log = logging.getLogger("warmfold.server")
+
+_CANNOT_LISTEN: Final = 1
+_BAD_CONFIGURATION: Final = 2
+
+
+@dataclass(slots=True)
+class Running:
+    """A proxy that serves. `base_url` is what an SDK takes, /v1 included."""
+
+    base_url: str
+    admin_url: str
+    metrics: Metrics = field(repr=False)
+    _listener: Listener = field(repr=False)
+    _tasks: Tasks = field(repr=False)
+    _rest: AsyncExitStack = field(repr=False)
+
+    @property
+    def busy(self) -> bool:
+        """Whether background work runs: a turn is being saved, or a compaction made."""
+        return len(self._tasks) > 0
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """End it: no new connections, then `grace_s` seconds for running streams and compactions together, then all is let go."""
+        until = clock.monotonic() + grace_s
+        try:
+            await self._listener.close(grace_s)
+            await self._tasks.drain(max(0.0, until - clock.monotonic()))
+        finally:
+            await self._rest.aclose()
+
+
+async def start(config: Config) -> Running:
+    """The proxy, once both ports are open. Raises CannotListen; ConfigError where the store's settings cannot work."""
+    async with AsyncExitStack() as stack:
+        metrics = Metrics()
+        tasks = Tasks()
+        store = await open_store(config.store, metrics.store_failed)
+        stack.push_async_callback(store.close)
+        upstreams = Upstreams(config, metrics)
+        stack.push_async_callback(upstreams.close)
+        chat, by_hand = build_journey(config, store, upstreams, tasks, metrics)
+
+        admin = web.AppRunner(
+            admin_app(config, store, by_hand, metrics, upstreams.probe), access_log=None, shutdown_timeout=1.0
+        )
+        stack.push_async_callback(admin.cleanup)
+        admin_url = await opened(admin, "admin", config.admin.host, config.admin.port)
+        # Last, so that whoever finds it open finds all of it; and cleaned up first.
+        listener = Listener(config, upstreams, metrics, chat)
+        stack.push_async_callback(listener.close, 0)
+        base_url = await listener.open()
+        return Running(base_url, admin_url, metrics, listener, tasks, stack.pop_all())
+    raise AssertionError("the block above returns or raises")
+
+
+def build_journey(
+    config: Config, store: Store, upstreams: Upstreams, tasks: Tasks, metrics: Metrics
+) -> tuple[Chat, ByHandPort]:
+    """What answers chat completions, and what compacts on an operator's word: both around one compactor."""
+    windows = Windows()
+    tenants = Tenants(store, config.session.tenant_header, config.secret(config.session.tenant_secret_env) or "")
+    compactor = Compactor(store, upstreams, tasks, metrics)
+    journey = Journey(config, store, upstreams, compactor, tenants, windows, tasks, metrics)
+    return journey.chat_completion, ByHand(config, store, compactor, tenants, windows)
+
+
+def run(config: Config) -> None:
+    """Serve until SIGTERM or SIGINT, then end within server.grace_s; a second signal ends the process at once.
+
+    Exits with 1 where a port cannot be opened, with 2 where the configuration cannot work, each with one line on stderr.
+    """
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            runner.run(_serve(config))
+        except CannotListen as error:
+            _fail(error, _CANNOT_LISTEN)
+        except ConfigError as error:
+            _fail(error, _BAD_CONFIGURATION)
+
+
+async def _serve(config: Config) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_report)
+    told = asyncio.Event()
+
+    def stop() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # whoever asks twice means it; the embedded store ends with us
+        told.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    running = await start(config)
+    log.info("serving base_url=%s upstream=%s admin=%s", running.base_url, config.upstream.base_url, running.admin_url)
+    await told.wait()
+    log.info("stopping grace_s=%g", config.server.grace_s)
+    await running.stop(config.server.grace_s)
+    log.info("stopped")
+
+
+def _report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What asyncio could not hand to anybody, by type alone: its own handler prints the message, which may quote a request."""
+    log.error("event loop: %s error=%s", context.get("message", ""), type(context.get("exception")).__name__)
+
+
+def _fail(error: Exception, status: int) -> NoReturn:
+    click.echo(str(error), err=True)
+    sys.exit(status)

@@ -1,0 +1,121 @@
+"""When a compaction is due: never while the last one rests, fails or is of no use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core import pressure
+from proxy.core.model import Because, Counters
+from tests.core.build import limits
+
+LIMITS = limits(32_000)
+NOW = 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("used", "counters", "applied", "expected"),
+    [
+        pytest.param(24_000, {}, False, None, id="at the watermark"),
+        pytest.param(23_999, {}, False, Because.BELOW_WATERMARK, id="below"),
+        pytest.param(None, {}, False, Because.UNKNOWN_USAGE, id="not counted"),
+        pytest.param(None, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.UNKNOWN_USAGE, id="unknown comes first"),
+        pytest.param(9, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.BELOW_WATERMARK, id="then the watermark"),
+        pytest.param(25_000, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.BACKOFF, id="after a failure"),
+        pytest.param(25_000, {"not_before_ms": NOW + 1, "failures": 1}, True, Because.BACKOFF, id="after a failure, applied"),
+        pytest.param(25_000, {"not_before_ms": NOW, "failures": 1}, False, None, id="the pause is over"),
+        pytest.param(25_000, {"not_before_ms": NOW + 1, "unapplied": 2}, False, Because.UNAPPLIED, id="nobody used the last two"),
+        pytest.param(25_000, {"not_before_ms": NOW + 1, "unapplied": 2}, True, None, id="but this turn does"),
+        pytest.param(25_000, {"not_before_ms": NOW + 1, "unapplied": 1}, False, None, id="one unused is no habit"),
+        pytest.param(25_000, {"unapplied": 9}, False, None, id="the pause for unused ones is over"),
+        pytest.param(25_000, {"turns": 7, "last_turn": 5}, False, Because.DEBOUNCE, id="two turns ago"),
+        pytest.param(25_000, {"turns": 8, "last_turn": 5}, False, None, id="three turns ago"),
+        pytest.param(25_000, {"turns": 0, "last_turn": 0}, True, Because.DEBOUNCE, id="in the same turn"),
+        pytest.param(
+            *(25_000, {"turns": 7, "last_turn": 5, "not_before_ms": NOW + 1, "failures": 3}, False),
+            Because.BACKOFF,
+            id="back-off before debounce",
+        ),
+    ],
+)
+def test_due(used: int | None, counters: dict[str, Any], applied: bool, expected: Because | None) -> None:
+    assert pressure.due(used, LIMITS, Counters(**counters), NOW, applied=applied) == expected
+
+
+def test_no_debounce_where_none_is_set() -> None:
+    counters = Counters(turns=5, last_turn=5)
+    assert pressure.due(25_000, limits(32_000, debounce_turns=0), counters, NOW, applied=True) is None
+
+
+@pytest.mark.parametrize(
+    ("estimate", "output", "expected"),
+    [
+        pytest.param(27_820, 0, True, id="at the hard watermark"),
+        pytest.param(27_819, 0, False, id="just below"),
+        pytest.param(25_000, 7_000, False, id="answer just fits"),
+        pytest.param(25_000, 7_001, True, id="answer does not fit"),
+        pytest.param(20_000, 64_000, False, id="a reservation counts for a quarter of the window at most"),
+        pytest.param(24_001, 64_000, True, id="and then does not fit"),
+    ],
+)
+def test_must_compact(estimate: int, output: int, expected: bool) -> None:
+    assert pressure.must_compact(estimate, output, LIMITS) is expected
+
+
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 10**7))
+def test_an_assumed_window_never_says_that_it_must(estimate: int, output: int, window: int) -> None:
+    assert not pressure.must_compact(estimate, output, limits(window, "assumed"))
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(("config", "upstream", "learned", "pricelist")))
+def test_what_would_not_fit_must_be_compacted(estimate: int, output: int, origin: str) -> None:
+    found = limits(32_000, origin)
+    if estimate + min(output, 8_000) > 32_000:
+        assert pressure.must_compact(estimate, output, found)
+
+
+def test_the_pause_after_a_failure_doubles_up_to_an_hour() -> None:
+    counters = Counters(turns=4)
+    pauses = []
+    for _ in range(10):
+        counters = pressure.after_failure(counters, NOW)
+        pauses.append((counters.not_before_ms - NOW) // 1000)
+    assert pauses == [30, 60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    assert (counters.failures, counters.turns, counters.last_turn) == (10, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("failures", "retry_after_s", "pause_s"),
+    [(0, 10.0, 30), (0, 45.5, 45.5), (3, 45.5, 240), (0, 7200.0, 7200), (5000, 0.0, 3600)],
+)
+def test_a_providers_retry_after_is_kept(failures: int, retry_after_s: float, pause_s: float) -> None:
+    assert pressure.after_failure(Counters(failures=failures), NOW, retry_after_s).not_before_ms == NOW + pause_s * 1000
+
+
+@pytest.mark.parametrize(
+    ("before", "applied", "expected"),
+    [
+        pytest.param(Counters(turns=9, failures=3, not_before_ms=5), True, Counters(9, 9, 0, 0, 1), id="success ends the back-off"),
+        pytest.param(Counters(turns=9), False, Counters(9, 9, 0, 0, 1), id="the first is unused so far"),
+        pytest.param(Counters(turns=9, unapplied=1), False, Counters(9, 9, 0, NOW + 900_000, 2), id="two unused: a pause"),
+        pytest.param(Counters(turns=9, unapplied=2), False, Counters(9, 9, 0, NOW + 900_000, 3), id="three unused: a pause"),
+        pytest.param(Counters(turns=9, unapplied=5), True, Counters(9, 9, 0, 0, 1), id="used again"),
+    ],
+)
+def test_after_success(before: Counters, applied: bool, expected: Counters) -> None:
+    assert pressure.after_success(before, NOW, applied=applied) == expected
+
+
+def test_a_client_that_rewrites_its_history_is_left_alone_for_a_while() -> None:
+    counters, now = Counters(), NOW
+    made = 0
+    for _ in range(40):
+        counters = Counters(counters.turns + 1, counters.last_turn, counters.failures, counters.not_before_ms, counters.unapplied)
+        now += 10_000
+        if pressure.due(30_000, LIMITS, counters, now, applied=False) is None:
+            counters = pressure.after_success(counters, now, applied=False)
+            made += 1
+    assert made == 2

@@ -1,0 +1,185 @@
+"""The process: it starts or says in one line why not, and it ends when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from proxy.config import load
+from proxy.listener import CannotListen
+from proxy.server import start
+from tests.e2e.relay_wire import Exchange, ask, chunks, connected, fixed, on_uvloop, plain, read_head, soon, upstream
+
+SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+GET = b"GET /v1/x HTTP/1.1\r\nHost: h\r\n\r\n"
+
+
+def written(
+    folder: Path, base_url: str, *, port: int = 0, admin_port: int = 0, host: str = "127.0.0.1", grace_s: int = 30
+) -> Path:
+    """A configuration file."""
+    path = folder / "config.toml"
+    path.write_text(
+        f'[server]\nhost = "{host}"\nport = {port}\ngrace_s = {grace_s}\n[admin]\nport = {admin_port}\n'
+        f'[upstream]\nbase_url = "{base_url}"\n[store]\ndata_dir = "{folder / "store"}"\n'
+    )
+    return path
+
+
+@dataclass
+class Served:
+    process: asyncio.subprocess.Process
+    port: int
+
+    async def ended(self) -> tuple[int, str]:
+        """Exit status, and what was written to stderr since it began to serve."""
+        _, errors = await asyncio.wait_for(self.process.communicate(), 30)
+        assert self.process.returncode is not None
+        return self.process.returncode, errors.decode()
+
+
+async def launched(config: Path) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-W", "error", "-m", "proxy", "serve", "--config", str(config))
+    return await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+
+
+@asynccontextmanager
+async def serving(config: Path) -> AsyncIterator[Served]:
+    """`warmfold serve`, up."""
+    process = await launched(config)
+    try:
+        assert process.stderr is not None
+        seen = b""
+        while not (found := re.search(rb"base_url=http://127\.0\.0\.1:(\d+)/v1", seen)):
+            line = await asyncio.wait_for(process.stderr.readline(), 30)
+            assert line, seen
+            seen += line
+        yield Served(process, int(found[1]))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def endless(exchange: Exchange) -> None:
+    await exchange.send(SSE)
+    await exchange.watch()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@on_uvloop
+async def test_a_signal_lets_streams_end(number: signal.Signals, tmp_path: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def script(exchange: Exchange) -> None:
+        await exchange.send(SSE)
+        await soon(go_on.wait())
+        await exchange.send(b"0\r\n\r\n")
+
+    async with (
+        upstream(script) as up,
+        serving(written(tmp_path, up.base_url)) as served,
+        connected(served.port) as (reader, writer),
+    ):
+        writer.write(GET)
+        await soon(read_head(reader))
+        served.process.send_signal(number)
+        assert b"stopping" in await soon(_line(served))
+        go_on.set()
+        assert [piece async for piece in chunks(reader)] == [b"a"]
+        status, errors = await served.ended()
+    assert (status, "Traceback" in errors, "WARNING" in errors) == (0, False, False)
+
+
+@on_uvloop
+async def test_streams_that_outlast_the_grace_are_cut(tmp_path: Path) -> None:
+    async with upstream(endless) as up, serving(written(tmp_path, up.base_url, grace_s=0)) as served:
+        async with connected(served.port) as (reader, writer):
+            writer.write(GET)
+            await soon(read_head(reader))
+            served.process.terminate()
+            with pytest.raises(EOFError):
+                _ = [piece async for piece in chunks(reader)]
+        status, errors = await served.ended()
+    assert (status, "Traceback" in errors) == (0, False)
+
+
+@on_uvloop
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    async with (
+        upstream(endless) as up,
+        serving(written(tmp_path, up.base_url, grace_s=3600)) as served,
+        connected(served.port) as (reader, writer),
+    ):
+        writer.write(GET)
+        await soon(read_head(reader))
+        served.process.send_signal(signal.SIGINT)
+        assert b"stopping" in await soon(_line(served))
+        served.process.send_signal(signal.SIGINT)
+        status, errors = await served.ended()
+    assert (status, errors) == (-signal.SIGINT, "")
+
+
+async def _line(served: Served) -> bytes:
+    assert served.process.stderr is not None
+    return await served.process.stderr.readline()
+
+
+@on_uvloop
+async def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
+    async with upstream(fixed(plain())) as up:
+        cases = [
+            (
+                written(_made(tmp_path / "1"), up.base_url, port=up.port),
+                rf"server\.port: cannot listen on 127\.0\.0\.1:{up.port}: address already in use",
+            ),
+            (
+                written(_made(tmp_path / "2"), up.base_url, host="nowhere.invalid"),
+                r"server\.host: nowhere\.invalid [^\n]+",
+            ),
+            (
+                written(_made(tmp_path / "3"), up.base_url, admin_port=up.port),
+                rf"admin\.port: cannot listen on 127\.0\.0\.1:{up.port}: address already in use",
+            ),
+        ]
+        ended = await asyncio.gather(*(_refusal(path) for path, _ in cases))
+    for (status, errors), (_, line) in zip(ended, cases, strict=True):
+        assert status == 1
+        assert re.fullmatch(line + "\n", errors), errors
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+async def _refusal(path: Path) -> tuple[int, str]:
+    process = await launched(path)
+    return await Served(process, 0).ended()
+
+
+@on_uvloop
+async def test_a_start_that_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with upstream(fixed(plain(b"up"))) as up:
+        with pytest.raises(CannotListen):
+            await start(load(written(tmp_path, up.base_url, admin_port=up.port), {}, {}))
+        running = await start(load(written(tmp_path, up.base_url), {}, {}))
+        try:
+            got = await ask(int(running.base_url.split(":")[2].split("/")[0]), GET)
+            assert (got.body, running.base_url.endswith("/v1")) == (b"up", True), "the store's directory is free again"
+            metrics = await ask(
+                int(running.admin_url.rsplit(":", 1)[1]), b"GET /metrics HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n"
+            )
+            assert b'warmfold_requests_total{route="other",status="2xx"} 1.0' in metrics.body
+        finally:
+            await running.stop()

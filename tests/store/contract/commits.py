@@ -1,0 +1,165 @@
+"""The way of a compaction: commit, undo, note."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+from redis.asyncio import Redis
+
+from proxy.core.model import Counters, Pending, Trigger
+from proxy.store import Store
+from proxy.store.keys import Keys
+from store.builders import (
+    Client,
+    Troubles,
+    attempt,
+    committed,
+    talk,
+)
+
+ROUNDS_OF_TWO_WRITERS = 200
+
+
+async def test_undo_leaves_a_tombstone_and_what_was_in_force_before(store: Store, troubles: Troubles) -> None:
+    client = Client(talk(8))
+    first, second = client.checkpoint(2), client.checkpoint(4, generation=2)
+    await committed(store, client, first)
+    await committed(store, client, second, version=1)
+
+    assert await store.undo(client.id, 5)
+    found = await store.recall(client.query)
+    assert found is not None
+    assert found.own == first
+    assert found.session is not None
+    assert found.session.checkpoints == (first.ref, replace(second.ref, dead=True))
+    assert (found.session.version, found.session.generation) == (3, 2)
+    assert found.session.counters.last_turn == found.session.counters.turns == 1  # the debounce starts again
+    buried = await store.checkpoint(client.id, second.id)
+    assert buried == replace(second, ref=replace(second.ref, dead=True))  # a turn that carried it can still be rebuilt
+
+    elsewhere = await store.recall(Client((*client.messages, *talk(2, "fork")), explicit="other").query)
+    assert elsewhere is not None
+    assert elsewhere.foreign == (first,)
+    assert not await store.commit(
+        client.commit(2, client.checkpoint(6, generation=3))
+    )  # based on what was before the undo
+    assert not await store.commit(client.commit(3, client.checkpoint(6, generation=2)))  # a generation is used once
+    third = client.checkpoint(3, generation=3)
+    assert await store.commit(client.commit(3, third))  # shorter than the dead one, longer than the living one
+    found = await store.recall(client.query)
+    assert found is not None
+    assert found.own == third
+    assert await store.undo(client.id, 5)
+    assert await store.undo(client.id, 5)
+    assert not await store.undo(client.id, 5)
+    assert troubles.seen == {"version": 1, "generation": 1}
+
+
+async def test_a_commit_is_refused_unless_it_builds_on_what_is(store: Store, troubles: Troubles) -> None:
+    client = Client(talk(8))
+    assert not await store.commit(client.commit(0, client.checkpoint(2)))
+    await committed(store, client, client.checkpoint(4))
+    for version, generation, k in [(0, 2, 6), (2, 2, 6), (1, 1, 6), (1, 3, 6), (1, 2, 4), (1, 2, 3)]:
+        refused = client.checkpoint(k, generation=generation, id=f"refused{version}{generation}{k}")
+        assert not await store.commit(client.commit(version, refused))
+        assert await store.checkpoint(client.id, refused.id) is None
+    assert troubles.seen == {"gone": 1, "version": 2, "generation": 2, "order": 2}
+    found = await store.session(client.id)
+    assert found is not None
+    assert (found.version, found.generation, len(found.checkpoints)) == (1, 1, 1)
+    await store.save(client.says(*talk(1, "on")).saved(found, started_ms=2000))  # a turn does not move the version
+    assert await store.commit(client.commit(1, client.checkpoint(6, generation=2)))
+
+
+async def test_of_two_commits_in_flight_exactly_one_wins(store: Store, other: Store) -> None:
+    client = Client(talk(ROUNDS_OF_TWO_WRITERS + 2))
+    await store.save(client.saved())
+    generations = set()
+    for round_ in range(ROUNDS_OF_TWO_WRITERS):
+
+        async def compact(of: Store, name: str, k: int) -> bool:
+            known = await of.session(client.id)
+            assert known is not None
+            await asyncio.sleep(random.random() / 2000)
+            generation = known.generation + 1
+            won = await of.commit(
+                client.commit(known.version, client.checkpoint(k, generation=generation, id=f"{name}{k}"))
+            )
+            if won:
+                assert generation not in generations
+                generations.add(generation)
+            return won
+
+        results = await asyncio.gather(compact(store, "a", round_ + 1), compact(other, "b", round_ + 1))
+        # Both may read after the other's commit; then the later one covers no more than the earlier and is refused.
+        assert sorted(results) == [False, True]
+    assert generations == set(range(1, ROUNDS_OF_TWO_WRITERS + 1))
+
+
+async def test_an_applied_checkpoint_lives_longer_and_counts_as_used(store: Store, raw: Redis) -> None:
+    client = Client(talk(6))
+    made = client.checkpoint(4)
+    await committed(store, client, made)
+    await store.note(client.id, attempt(), Counters(unapplied=2))
+    kept = [Keys.around(client.id).checkpoint(made.id), *await raw.keys("wf:*:k:*"), *await raw.keys("wf:*:m")]
+    assert len(kept) == 3
+    for key in kept:
+        await raw.pexpire(key, 1000)
+    known = await store.session(client.id)
+    assert known is not None
+    assert known.counters.unapplied == 2
+    await store.save(client.says(*talk(1, "on")).saved(known, started_ms=2000, applied=made.id))
+    for key in kept:
+        assert 7000_000 < await raw.pttl(key) <= 7200_000
+    known = await store.session(client.id)
+    assert known is not None
+    assert known.counters.unapplied == 0
+
+
+async def test_a_note_sets_what_limits_the_next_and_forgets_what_was_pending(store: Store) -> None:
+    client = Client(talk(2))
+    assert not await store.note(client.id, attempt(), Counters())
+    await store.save(client.saved(pending=Pending(Trigger.SOFT, 5)))
+    limits = Counters(turns=99, last_turn=1, failures=2, not_before_ms=123, unapplied=1)
+    assert await store.note(client.id, attempt(), limits)
+    found = await store.session(client.id)
+    assert found is not None
+    assert (found.counters, found.pending, found.version) == (replace(limits, turns=1), None, 0)
+    assert await store.note(client.id, attempt(2), Counters())
+    found = await store.session(client.id)
+    assert found is not None
+    assert found.counters == Counters(turns=1)
+
+
+async def test_the_journal_keeps_the_fifty_newest(store: Store) -> None:
+    client = Client(talk(2))
+    await store.save(client.saved())
+    assert await store.journal(client.id) == ()
+    for at in range(55):
+        await store.note(client.id, attempt(at), Counters())
+    assert await store.journal(client.id) == tuple(attempt(at) for at in range(54, 4, -1))
+
+
+async def test_scripts_may_be_forgotten_by_the_server_at_any_time(store: Store, raw: Redis, troubles: Troubles) -> None:
+    client = Client(talk(20))
+    for generation in range(1, 6):
+        await raw.script_flush()
+        known = await store.session(client.id)
+        await raw.script_flush()
+        assert await asyncio.gather(
+            store.save(client.saved(known, started_ms=generation)), store.save(Client(talk(3), lineage="b").saved())
+        )
+        await raw.script_flush()
+        assert await store.commit(client.commit(generation - 1, client.checkpoint(generation, generation=generation)))
+        await raw.script_flush()
+        found = await store.recall(client.query)
+        assert found is not None
+        assert found.own is not None
+        assert found.own.k == generation
+        await raw.script_flush()
+        page = await store.list(10, "")
+        assert page is not None
+        assert len(page.sessions) == 2
+    assert set(troubles.seen) <= {"stale"}

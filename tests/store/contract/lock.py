@@ -1,0 +1,113 @@
+"""The lock of a session."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from redis.asyncio import Redis
+
+from proxy.store import Store
+from proxy.store.keys import Keys
+from store.builders import (
+    Client,
+    Troubles,
+    talk,
+    until,
+)
+
+
+async def test_only_one_holds_the_lock_and_it_is_let_go_of(store: Store, other: Store, raw: Redis) -> None:
+    client = Client(talk(1))
+    async with store.flight(client.id, 10) as mine:
+        assert mine
+        async with other.flight(client.id, 10) as theirs:
+            assert not theirs
+        async with other.flight(replace(client.id, lineage="another"), 10) as theirs:
+            assert theirs
+        assert await raw.exists(Keys.around(client.id).lock(client.lineage))
+    async with other.flight(client.id, 10) as theirs:
+        assert theirs
+    with pytest.raises(RuntimeError, match="broke"):
+        async with store.flight(client.id, 10):
+            raise RuntimeError("broke")
+    assert not await raw.exists(Keys.around(client.id).lock(client.lineage))
+
+
+async def test_of_many_who_want_the_lock_one_gets_it(store: Store, other: Store) -> None:
+    over = asyncio.Event()
+
+    async def take(of: Store) -> bool:
+        async with of.flight(Client(talk(1)).id, 10) as mine:
+            if mine:
+                await over.wait()
+            return mine
+
+    takers = [asyncio.ensure_future(take(of)) for of in (store, other) for _ in range(10)]  # noqa: TID251
+    losers = asyncio.as_completed(takers)
+    for _ in range(len(takers) - 1):
+        assert not await next(losers)
+    over.set()
+    assert await next(losers)
+
+
+async def _is_above(raw: Redis, key: bytes, ms: int) -> bool:
+    return await raw.pttl(key) > ms
+
+
+async def _is_lost(troubles: Troubles) -> bool:
+    return troubles.seen["lock_lost"] > 0
+
+
+async def _is_free(raw: Redis, client: Client) -> bool:
+    return not await raw.exists(Keys.around(client.id).lock(client.lineage))
+
+
+async def test_the_lock_is_renewed_while_it_is_held(store: Store, raw: Redis) -> None:
+    client = Client(talk(1))
+    key = Keys.around(client.id).lock(client.lineage)
+    async with store.flight(client.id, 0.3) as mine:
+        assert mine
+        for _ in range(4):
+            await raw.pexpire(key, 250)  # as if time had passed
+            await until(lambda: _is_above(raw, key, 250))
+
+
+async def test_the_lock_is_gone_when_its_holder_dies(store: Store, raw: Redis) -> None:
+    client = Client(talk(1))
+    async with store.flight(client.id, 10):
+        ttl_ms = await raw.pttl(Keys.around(client.id).lock(client.lineage))
+    assert 0 < ttl_ms <= 10_000
+
+
+async def test_a_lock_that_ran_out_is_noticed_and_not_taken_from_the_next_holder(
+    store: Store, other: Store, raw: Redis, troubles: Troubles
+) -> None:
+    client = Client(talk(1))
+    key = Keys.around(client.id).lock(client.lineage)
+    async with store.flight(client.id, 0.3):
+        await raw.delete(key)
+        async with other.flight(client.id, 10) as theirs:
+            assert theirs
+            await until(lambda: _is_lost(troubles))
+            assert await raw.pttl(key) > 1000
+    async with other.flight(client.id, 10) as theirs:
+        assert theirs
+
+
+async def test_a_holder_that_is_cancelled_lets_go(store: Store, raw: Redis) -> None:
+    client = Client(talk(1))
+    held = asyncio.Event()
+
+    async def hold() -> None:
+        async with store.flight(client.id, 10):
+            held.set()
+            await asyncio.sleep(60)
+
+    holder = asyncio.ensure_future(hold())  # noqa: TID251
+    await held.wait()
+    holder.cancel()
+    await asyncio.wait([holder])
+    assert holder.cancelled()
+    await until(lambda: _is_free(raw, client))
