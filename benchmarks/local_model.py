@@ -52,8 +52,8 @@ class Inspected(Protocol):
     @property
     def base_url(self) -> str: ...
 
-    def session(self, id_: str) -> dict[str, Any]:
-        """A session with its journal, as the admin listener shows it. May block."""
+    def session(self, id_: str) -> dict[str, Any] | None:
+        """A session with its journal, as the admin listener shows it; None where it is not stored yet. May block."""
         ...
 
 
@@ -118,7 +118,7 @@ class Bench:
         async with asyncio.timeout(_COMPACTED_WITHIN_S):
             while True:
                 session = await asyncio.to_thread(self._proxy.session, headers["x-warmfold-session"])
-                if len(session["journal"]) >= attempts and len(self._recorder.exchanges) > at:
+                if session and len(session["journal"]) >= attempts and len(self._recorder.exchanges) > at:
                     return turn, self._recorder.exchanges[at], session["journal"][0]
                 await asyncio.sleep(0.1)
 

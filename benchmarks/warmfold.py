@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,12 +21,12 @@ class Warmfold(Child):
 
     def __init__(self, upstream: str, compaction: Section) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warmfold-")
-        port, admin_port = free_port(), free_port()
-        self.base_url = f"http://127.0.0.1:{port}/v1"
+        self.port, admin_port = free_port(), free_port()
+        self.base_url = f"http://127.0.0.1:{self.port}/v1"
         self.admin_url = f"http://127.0.0.1:{admin_port}"
         file = Path(self._folder.name, "config.toml")
         sections: dict[str, Section] = {
-            "server": {"port": port},
+            "server": {"port": self.port},
             "upstream": {"base_url": upstream},
             "store": {"data_dir": f"{self._folder.name}/store"},
             "compaction": compaction,
@@ -45,9 +46,15 @@ class Warmfold(Child):
         """The embedded store's process."""
         return children(self.pid)
 
-    def session(self, id_: str) -> dict[str, Any]:
-        """A session with its journal, as the admin listener shows it."""
-        found: dict[str, Any] = json.loads(self._admin(f"/sessions/{id_}"))
+    def session(self, id_: str) -> dict[str, Any] | None:
+        """A session with its journal, as the admin listener shows it; None where it is not stored (yet: that happens behind the answer)."""
+        try:
+            found: dict[str, Any] = json.loads(self._admin(f"/sessions/{id_}"))
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code != 404:
+                raise
+            return None
         return found
 
     def metrics(self) -> dict[str, float]:

@@ -22,7 +22,7 @@ from proxy.core import fingerprint, openai, pressure, rewrite, stream_usage, tur
 from proxy.core.answer import Tap
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.limits import Limits, limits
-from proxy.core.model import Because, Checkpoint, Pending, Recalled, Trigger, Window
+from proxy.core.model import Because, Checkpoint, Commit, Pending, Recalled, Trigger, Window
 from proxy.core.plan import Warm
 from proxy.core.rewrite import Routed
 from proxy.core.stream_usage import UsageFilter
@@ -71,10 +71,14 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The request as it goes out, and what happened before: `note` is the value of x-warmfold-compaction."""
+    """The request as it goes out, and what happened before: `note` is the value of x-warmfold-compaction.
+
+    `uncommitted`: the checkpoint in it was made for a session that the store does not know yet; it is committed once the turn is saved.
+    """
 
     routed: Routed
     note: str
+    uncommitted: Checkpoint | None = None
 
 
 class Journey:
@@ -214,7 +218,8 @@ class Journey:
             shorter = rewrite.route(talk.conversation.request, talk.conversation.preamble_length, made)
             if shorter.applied is None or shorter.applied.k <= (route.routed.applied.k if route.routed.applied else 0):
                 return Route(route.routed, f"failed-{outcome.because or Because.CONFLICT}")
-            route = Route(shorter, "inline")
+            fresh = made is not None and not outcome.committed and outcome.because is None
+            route = Route(shorter, "inline", made if fresh else None)
         return route
 
     # 5. Forward
@@ -245,7 +250,9 @@ class Journey:
         trigger = self._due(talk, route, forwarded)
         waits = trigger is not None and self._waits_for_next_turn(talk, trigger)
         pending = Pending(trigger, clock.now_ms()) if trigger is not None and waits else None
-        await self._store.save(self._saved(talk, route, forwarded, pending))
+        saved = await self._store.save(self._saved(talk, route, forwarded, pending))
+        if saved and route.uncommitted is not None:
+            await self._store.commit(Commit(talk.lineage.id, version=0, checkpoint=route.uncommitted))
         if trigger is not None and not waits:
             warm = turn.warm_after(talk.lineage.id, talk.conversation, route.routed, forwarded, talk.factor)
             self._compactor.later(self._job(talk, warm, trigger, forwarded.used), talk.policy.settle_s)

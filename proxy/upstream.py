@@ -33,7 +33,6 @@ _KEEPALIVE_S: Final = 60.0
 _DNS_TTL_S: Final = 30
 _RACE_S: Final = 2.0
 """An idle close that crossed our request on its way shows within a round trip. Later than this, the upstream had begun to work."""
-_SLICE: Final = 256 * 1024
 _REST: Final = 64 * 1024
 
 # A line break would end the header early on the client's side; aiohttp reads answers leniently.
@@ -200,7 +199,7 @@ class Upstreams:
         response = await session.request(
             inbound.method,
             route.place.url(inbound.target),
-            data=Outgoing(headers, _Slices(body) if isinstance(body, bytes) and len(body) > _SLICE else body),
+            data=Outgoing(headers, body, route.limits.read_idle_timeout_s),
             timeout=route.timeout,
             allow_redirects=False,
         )
@@ -230,17 +229,6 @@ class Upstreams:
         )
 
 
-class _Slices:
-    """A large body in slices: aiohttp warns of writing it in one go, because that holds up all other requests."""
-
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for start in range(0, len(self._body), _SLICE):
-            yield self._body[start : start + _SLICE]
-
-
 def _route(config: Config, upstream: Upstream) -> _Route:
     key = config.secret(upstream.api_key_env) if upstream.api_key_env else None
     timeout = aiohttp.ClientTimeout(
@@ -262,7 +250,7 @@ def _ours(error: BaseException, route: _Route) -> UpstreamFailed:
     match error:
         case aiohttp.ConnectionTimeoutError():
             return UpstreamTimeout.connecting(route.origin, limits.connect_timeout_s)
-        case aiohttp.SocketTimeoutError():
+        case aiohttp.SocketTimeoutError() | TimeoutError():
             return UpstreamTimeout.reading(route.origin, limits.read_idle_timeout_s)
         case aiohttp.ClientConnectorDNSError():
             return UpstreamUnreachable(route.origin, "its host name cannot be resolved")

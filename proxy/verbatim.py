@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,7 @@ import aiohttp
 from aiohttp import ClientRequest, ClientResponse, StreamReader, hdrs
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawResponseMessage, StreamWriter
-from aiohttp.payload import PAYLOAD_REGISTRY, BytesPayload
+from aiohttp.payload import Payload
 from multidict import CIMultiDict
 
 from proxy import clock
@@ -23,6 +23,8 @@ from proxy.outbound import Body, Headers, encoded
 
 if TYPE_CHECKING:
     from aiohttp.connector import Connection
+
+_SLICE: Final = 256 * 1024
 
 _used: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 """Connections that have carried a request before."""
@@ -70,6 +72,38 @@ class Outgoing:
 
     headers: Headers
     body: Body
+    stall_s: float
+
+
+class _Paced(Payload):
+    """A body in pieces, each of which the upstream must take in time: aiohttp watches the clock only once all has been sent.
+
+    In slices also where it is there as a whole: writing many megabytes in one go would hold up all other requests.
+    """
+
+    def __init__(self, body: bytes | AsyncIterable[bytes], stall_s: float) -> None:
+        super().__init__(body)
+        self._body = body
+        self._stall_s = stall_s
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """Never asked for."""
+        raise TypeError
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Write all of it. Raises TimeoutError where the upstream takes nothing for `stall_s`."""
+        if isinstance(self._body, bytes):
+            for start in range(0, len(self._body) or 1, _SLICE):
+                await self._write(writer, self._body[start : start + _SLICE])
+        else:
+            writer.send_headers()  # now: the first piece may be long in coming
+            async for piece in self._body:
+                await self._write(writer, piece)
+
+    async def _write(self, writer: AbstractStreamWriter, piece: bytes) -> None:
+        async with asyncio.timeout(self._stall_s):
+            await writer.write(piece)
+            await writer.drain()
 
 
 class VerbatimRequest(ClientRequest):
@@ -96,7 +130,7 @@ class VerbatimRequest(ClientRequest):
             self._odd_head = encoded("\r\n".join(lines) + "\r\n\r\n")
             content = b"" if content is None else content
         if content is not None:
-            self._body = PAYLOAD_REGISTRY.get(content, disposition=None)
+            self._body = _Paced(content, body.stall_s)
 
     def update_transfer_encoding(self) -> None:
         """Nothing: it is said with the body."""
@@ -118,11 +152,9 @@ class VerbatimRequest(ClientRequest):
     async def write_bytes(
         self, writer: AbstractStreamWriter, conn: Connection, content_length: int | None = None
     ) -> None:
-        """Write the body behind the head, which is still unsent here. The head of a body that is still to come leaves at once."""
+        """Write the body behind the head, which is still unsent here."""
         if self._odd_head is not None and isinstance(writer, StreamWriter):
             writer._headers_buf = self._odd_head
-        if not isinstance(self._body, BytesPayload):
-            writer.send_headers()
         await super().write_bytes(writer, conn, content_length)
 
 

@@ -123,10 +123,7 @@ def _table(columns: Sequence[Column], rows: Iterable[Row]) -> None:
         numbers = bool(cells) and all(
             one[index].plain.rstrip("%").isdecimal() or one[index].plain == "-" for one in cells
         )
-        # Headings too must not break: a pipe gets one line per row.
-        table.add_column(
-            Text(heading), justify="right" if numbers else "left", no_wrap=not sys.stdout.isatty(), overflow="fold"
-        )
+        table.add_column(Text(heading), justify="right" if numbers else "left", no_wrap=True)
     if table.box is None:
         table.add_row(*(heading.replace(" ", "_") for heading, _ in columns))
     for one in cells:
@@ -139,11 +136,9 @@ def _grid() -> Table:
 
 
 def _print(table: Table) -> None:
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal:
-        # A pipe has no width: rich would assume 80 columns and cut the ids.
-        console = Console(file=sys.stdout, highlight=False, width=Console(width=100_000).measure(table).maximum)
-    console.print(table)
+    # As wide as the rows, not as the terminal, and a pipe has no width at all: an id cut or folded over lines cannot be copied.
+    width = Console(width=100_000).measure(table).maximum
+    Console(file=sys.stdout, highlight=False, width=width).print(table, crop=False, soft_wrap=False)
 
 
 def _cell(value: object) -> Text:

@@ -33,20 +33,7 @@ def settings(config: Config) -> Settings:
 
 def _effective(config: Config) -> bytes:
     """Every key, and of a rule in [[models]] those it sets: its other keys are not its own but those of [compaction]."""
+    # It holds no secret but what a store URL may carry, and that is masked when it is dumped: secrets are named by variable.
     value = config.model_dump(mode="json", by_alias=True)
     value["models"] = [rule.model_dump(mode="json", by_alias=True, exclude_unset=True) for rule in config.models]
-    for key, name in config.variables().items():
-        # A key pasted where its variable's name belongs is a valid name. If the variable is not set, that may have happened.
-        if config.secret(name) is None and config.origin(key) != "default":
-            _replace(value, key, "***")
     return orjson.dumps(value)
-
-
-def _replace(value: dict[str, object], key: str, by: str) -> None:
-    """Put `by` at a key as Config.variables names it: `admin.token_env`, `upstreams[0].api_key_env`."""
-    section, _, name = key.partition(".")
-    table, bracket, index = section.partition("[")
-    found = value[table]
-    place = found[int(index.rstrip("]"))] if bracket and isinstance(found, list) else found
-    assert isinstance(place, dict), key
-    place[name] = by

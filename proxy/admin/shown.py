@@ -33,7 +33,7 @@ def session(of: Session) -> dict[str, Any]:
         "window": window.tokens if window else None,
         "window_origin": window.origin if window else None,
         "usage": _usage(of),
-        "checkpoints": [reference(one) for one in of.checkpoints],
+        "checkpoints": [reference(one) for one in sorted(of.checkpoints, key=_generation, reverse=True)],
         "generation": of.generation,
         "version": of.version,
         "pending": {"trigger": of.pending.trigger, "since": iso(of.pending.since_ms)} if of.pending else None,
@@ -99,13 +99,17 @@ def attempt(of: Attempt) -> dict[str, Any]:
 
 def newest_alive(of: Session) -> CheckpointRef | None:
     """The checkpoint that an undo would bury and whose text the summary shows; None: none, or all are dead."""
-    return max((one for one in of.checkpoints if not one.dead), key=lambda one: one.generation, default=None)
+    return max((one for one in of.checkpoints if not one.dead), key=_generation, default=None)
 
 
 def iso(ms: int) -> str:
     """Wall clock milliseconds as ISO 8601 in UTC, to the millisecond."""
     # Integer arithmetic: fromtimestamp(ms / 1000) can land a microsecond short and be cut to the millisecond before.
     return (_EPOCH + timedelta(milliseconds=ms)).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _generation(of: CheckpointRef) -> int:
+    return of.generation
 
 
 def _usage(of: Session) -> dict[str, int | None] | None:

@@ -96,20 +96,21 @@ def read_whole(data: bytes, *, want_text: bool) -> Answer:
     message = message if isinstance(message, Mapping) else {}
     text = message.get("content")
     plain = want_text and len(choices) == 1 and isinstance(text, str) and not _speaks_otherwise(message)
+    failed = _has_failed(first)
     return Answer(
         usage=_usage(found),
-        complete=True,
+        complete=not failed,
         finish=_word(first.get("finish_reason")),
         text=text if plain else None,
         reasoning=_thought(message) if plain else None,
-        failed=False,
+        failed=failed,
     )
 
 
 def events(data: bytes) -> Iterator[bytes]:
     """The data of each server-sent event, by the WHATWG rules: LF, CRLF or CR; comments and other fields passed over."""
     lines: list[bytes] = []
-    for line in _LINE_END.split(data):
+    for line in _LINE_END.split(data.removeprefix(b"\xef\xbb\xbf")):
         if not line:
             if lines:
                 yield b"\n".join(lines)
@@ -151,24 +152,29 @@ def read_stream(data: bytes, *, want_text: bool) -> Answer:
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, Mapping):
                 continue
+            failed = failed or _has_failed(choice)
             usage = _merge(usage, _usage(choice))
             finish = _word(choice.get("finish_reason")) or finish
             delta = choice.get("delta")
             if not want_text or not isinstance(delta, Mapping):
                 continue
             plain = plain and not choice.get("index") and not _speaks_otherwise(delta)
-            if isinstance(delta.get("content"), str):
-                texts.append(delta["content"])
+            content = delta.get("content")
+            if isinstance(content, str):
+                texts.append(content)
+            elif content:
+                plain = False  # parts, as a whole answer would have them: Mistral's thoughts
             thought = _thought(delta)
             if thought:
                 thoughts.append(thought)
+    plain = plain and bool(texts)
     return Answer(
         usage=usage,
         complete=not failed and bool(done or finish),
         finish=finish,
-        text="".join(texts) if plain and texts else None,
-        reasoning="".join(thoughts) or None,
-        failed=failed or finish == "error",
+        text="".join(texts) if plain else None,
+        reasoning="".join(thoughts) or None if plain else None,
+        failed=failed,
     )
 
 
@@ -186,9 +192,14 @@ def _speaks_otherwise(message: Mapping[str, object]) -> bool:
     )
 
 
+def _has_failed(choice: Mapping[str, object]) -> bool:
+    """OpenRouter reports a provider that broke off inside the choice, in a whole answer as in a stream."""
+    return bool(choice.get("error")) or choice.get("finish_reason") == "error"
+
+
 def _thought(message: Mapping[str, object]) -> str | None:
     value = message.get("reasoning_content")
-    return value if isinstance(value, str) else None
+    return value if isinstance(value, str) and value else None
 
 
 def _word(value: object) -> str:
@@ -201,12 +212,17 @@ def _merge(old: Usage, new: Usage) -> Usage:
     def later(a: int | None, b: int | None) -> int | None:
         return a if b is None else b
 
+    prompt, cached = later(old.prompt, new.prompt), later(old.cached, new.cached)
     return Usage(
-        later(old.prompt, new.prompt),
+        prompt,
         later(old.completion, new.completion),
-        later(old.cached, new.cached),
+        _within(cached, prompt),
         later(old.reasoning, new.reasoning),
     )
+
+
+def _within(cached: int | None, prompt: int | None) -> int | None:
+    return cached if cached is None or prompt is None else min(cached, prompt)
 
 
 def _usage(carrier: Mapping[str, object]) -> Usage:
@@ -231,13 +247,11 @@ def _usage(carrier: Mapping[str, object]) -> Usage:
         read = _count(usage, "cache_read_input_tokens")
         prompt = fresh + (read or 0) + (_count(usage, "cache_creation_input_tokens") or 0)
         cached = read if cached is None else cached
-    if cached is not None and prompt is not None:
-        cached = min(cached, prompt)
     completion = _count(usage, "completion_tokens")
     return Usage(
         prompt=prompt,
         completion=_count(usage, "output_tokens") if completion is None else completion,
-        cached=cached,
+        cached=_within(cached, prompt),
         reasoning=_count(_inner(usage, "completion_tokens_details"), "reasoning_tokens"),
     )
 

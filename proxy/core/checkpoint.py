@@ -16,6 +16,9 @@ MAX_SHARE = 0.6
 
 _FINISHED = frozenset({"stop", "end_turn", "eos", "eos_token", "stop_sequence", "complete", "completed", "finished"})
 _CUT = frozenset({"length", "max_tokens", "max_output_tokens", "model_context_window_exceeded"})
+_BROKEN_OFF = frozenset({"error", "abort", "insufficient_system_resource"})
+"""How OpenRouter, vLLM and DeepSeek say that they stopped midway: what was written by then may well look whole."""
+
 _CALLING = frozenset({"tool_calls", "function_call", "tool_use"})
 
 _THOUGHT = r"think|thinking|thought|reasoning"
@@ -61,7 +64,7 @@ def summary_of(answer: object) -> Summary | Rejected:
         return Rejected(Because.MALFORMED)
     choice = choices[0]
     message = choice.get("message")
-    if not isinstance(message, Mapping):
+    if choice.get("error") or not isinstance(message, Mapping):
         return Rejected(Because.MALFORMED)
     finish = choice.get("finish_reason")
     finish = finish.lower() if isinstance(finish, str) else ""
@@ -71,6 +74,8 @@ def summary_of(answer: object) -> Summary | Rejected:
         return Rejected(Because.TOOL_CALL)
     if finish == "content_filter":
         return Rejected(Because.FILTERED)
+    if finish in _BROKEN_OFF:
+        return Rejected(Because.UNFINISHED)
     if message.get("refusal"):
         return Rejected(Because.REFUSAL)
     return judge(_text(message.get("content")), finished=finish in _FINISHED)

@@ -261,7 +261,7 @@ class Session:
     """What the store keeps of one lineage of a conversation.
 
     `version` moves with every commit or undo, never with a turn. `entries` holds one entry per conversation message of the
-    last turn; bytes before `bodies_from` may be gone (they are covered). `checkpoints`: newest first, tombstones among them.
+    last turn; bytes before `bodies_from` may be gone (they are covered). `checkpoints`: the eight newest, oldest first, tombstones among them.
     `touched_ms`: when the bytes' time to live was last renewed; 0: unknown, so renew them with the next turn.
     """
 
@@ -299,9 +299,9 @@ class Recalled:
     """What one round trip to the store brought.
 
     `session`: the one found at the longest known prefix, or None; `matched`: length of that prefix. Checkpoints are here only if what
-    they cover and what their summariser saw lie on the request's chain. `own`: the newest of the found session. `foreign`: where that
-    has none, or the request does not continue it, those of other sessions of the root, longest first, newest first among equals, at
-    most four and no two with the same preamble; whether the preamble is the request's own is for the caller to judge.
+    they cover and what their summariser saw lie on the request's chain. `own`: the session's newest, where the request continues the
+    session (same explicit id, same end). `foreign`: where there is no `own`, those of the root's sessions, longest first, newest
+    first among equals, at most four and no two with the same preamble; whether it is the request's is for the caller to judge.
     """
 
     session: Session | None

@@ -16,9 +16,9 @@ from proxy.demo.play import Score, Turn
 _BAR_CELLS = 20
 _PLAIN_WIDTH = 118
 _LEGEND = (
-    "Tokens computed: prompt tokens that were not in the provider's cache.",
-    "Facts: stated early, asked for after the last turn served. The model is simulated: asked for a summary, it copies every fact it is shown.",
-    "The transcript shows it 500 characters of each tool result, as is usual; the replay shows it all.",
+    "Tokens computed: prompt tokens that were not in the provider's cache. Facts: asked for after the last turn served.",
+    "The model is simulated. Asked for a summary, it copies every fact that it is shown: a replay shows it everything,",
+    "a transcript 500 characters of each tool result.",
 )
 
 

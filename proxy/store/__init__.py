@@ -1,7 +1,8 @@
 """What the shell asks of a store. One implementation: proxy/store/redis.py, on Redis or Valkey, embedded or not.
 
 Fail open is part of the contract: reads that fail, are slow or find something foreign return None ("no session"), writes return
-False; no call takes longer than its deadline and none raises, except asyncio.CancelledError. Failures are counted by kind.
+False; no call takes longer than its deadline and none raises, except asyncio.CancelledError. Failures are counted by kind
+(trouble.py). connect.py opens the configured one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ class Sessions(Protocol):
     """The way of a turn: one round trip before it, a batched write behind it."""
 
     async def recall(self, query: Query) -> Recalled | None:
-        """What the store knows of this conversation; None: the store is out. Exactly one round trip."""
+        """What the store knows of this conversation; None: the store is out. Exactly one round trip.
+
+        The session is looked for under the explicit id first, then under the tenant, at the longest prefix where a turn ended. Its
+        own checkpoint comes only with a request that continues it (same id, same end); for a fork it is among the foreign ones.
+        """
         ...
 
     async def save(self, turn: Saved) -> bool:
@@ -80,7 +85,10 @@ class Inspection(Protocol):
         ...
 
     async def list(self, limit: int, cursor: str) -> Listed | None:
-        """A page of sessions in no particular order; cursor "" is the start and, in the answer, the end."""
+        """A page of sessions in no particular order; cursor "" is the start and, in the answer, the end. None also for a cursor that is none.
+
+        A page may hold fewer than `limit`, even none, and still have a next one.
+        """
         ...
 
     async def journal(self, session: SessionId) -> tuple[Attempt, ...]:
@@ -88,7 +96,11 @@ class Inspection(Protocol):
         ...
 
     async def undo(self, session: SessionId, not_before_turn: int) -> bool:
-        """Tombstone for the newest checkpoint that lives; soft compaction pauses until `turns` reaches not_before_turn."""
+        """Tombstone for the newest checkpoint that lives; False: there is none.
+
+        Soft compaction pauses as after one that was made: `last_turn` becomes `turns`, so the debounce holds it off until
+        not_before_turn (= turns + debounce_turns).
+        """
         ...
 
     async def delete(self, session: SessionId) -> bool:
@@ -96,7 +108,7 @@ class Inspection(Protocol):
         ...
 
     async def delete_tenant(self, tenant: str) -> int | None:
-        """Forget everything of a tenant: how many keys."""
+        """Forget everything of a tenant: how many keys. The one call that may take long: each of its steps has the deadline."""
         ...
 
 

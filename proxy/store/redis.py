@@ -42,6 +42,12 @@ KEPT_REFS = 8
 """References that a session keeps to its own checkpoints, and a prefix to those that end there."""
 
 MOST_FOREIGN = 4
+MAX_MESSAGES = 32_768
+"""Longer conversations have no sessions. A client chooses the length; a request of 64 MiB could hold millions of empty messages."""
+
+MAX_WALK = 4096
+"""Prefixes at which a recall looks for a session, and for a checkpoint, from the request's end on: some 2 ms of the server's time each."""
+
 MAX_PAGE = 1000
 _SECRET_BYTES = 32
 _CHECKED_AT_ONCE = 1024 * 1024
@@ -102,8 +108,11 @@ class RedisStore:
     @fails_open(None)
     async def recall(self, query: Query) -> Recalled | None:
         """What is known of a conversation, in one round trip: see lua/recall.lua."""
+        if len(query.chain) > MAX_MESSAGES:
+            self.count(Trouble.TOO_LONG)
+            return Recalled(None, 0)
         of = Keys.of(query.tenant, query.root)
-        args = (keys.encoded(query.explicit), b"".join(query.chain), MOST_FOREIGN)
+        args = (keys.encoded(query.explicit), b"".join(query.chain), MOST_FOREIGN, MAX_WALK)
         found, own, foreign, faults = await self._run(scripts.RECALL, of, args, self._line.short_s)
         self._count_all(faults)
         readable = (self._checkpoint(of, value) for value in foreign)
@@ -119,6 +128,9 @@ class RedisStore:
     @fails_open(False)
     async def save(self, turn: Saved) -> bool:
         """See writer.py."""
+        if turn.length > MAX_MESSAGES:
+            self.count(Trouble.TOO_LONG)
+            return False
         return await self._writer.save(turn)
 
     @fails_open(None)

@@ -34,6 +34,8 @@ class Trouble(StrEnum):
     """Older than the stored one: no loss."""
     GAP = "gap"
     """The session it builds on is gone or went another way."""
+    TOO_LONG = "too_long"
+    """More messages than a session may have."""
     MISSING = "missing"
     """Some of its bytes did not get in."""
     # a checkpoint that was not kept

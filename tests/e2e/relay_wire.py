@@ -13,8 +13,10 @@ import uvloop
 
 from proxy.config import Config
 from proxy.config.model import Loaded
+from proxy.downstream import Client
 from proxy.listener import Chat, Listener
 from proxy.metrics import Metrics
+from proxy.relay import relay
 from proxy.upstream import Upstreams
 
 PATIENCE_S = 10.0
@@ -270,3 +272,12 @@ async def pair(script: Script, **keys: Any) -> AsyncIterator[tuple[RawUpstream, 
     async with AsyncExitStack() as stack:
         up = await stack.enter_async_context(upstream(script, heads_only=keys.pop("heads_only", False)))
         yield up, await stack.enter_async_context(proxy(up.base_url, **keys))
+
+
+def reads_whole_bodies(upstreams: Upstreams, config: Config) -> Chat:
+    """A chat handler that holds each body before it sends it on."""
+
+    async def answer(client: Client) -> None:
+        await relay(await upstreams.send(await client.read(), config.upstream), client)
+
+    return answer

@@ -22,6 +22,7 @@ from tests.e2e.relay_wire import (
     proxy,
     read_head,
     read_message,
+    reads_whole_bodies,
     soon,
 )
 
@@ -113,6 +114,23 @@ async def silent(exchange: Exchange) -> None:
 async def test_the_upstream_accepts_and_says_nothing() -> None:
     async with pair(silent, read_idle_timeout_s=0.2) as (_, warmfold):
         said(await ask(warmfold.port, POST), 504, "upstream_read_timeout", "upstream.read_idle_timeout_s")
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 50000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n2faf080\r\n"]
+)
+@pytest.mark.parametrize("held", [False, True])
+@on_uvloop
+async def test_the_upstream_does_not_take_the_request(framing: bytes, held: bool) -> None:
+    stays = asyncio.Event()
+
+    async def script(_: Exchange) -> None:
+        await stays.wait()
+
+    chat = reads_whole_bodies if held else None
+    async with pair(script, heads_only=True, read_idle_timeout_s=0.3, chat=chat) as (_, warmfold):
+        request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n" + framing + bytes(50_000_000) + b"\r\n0\r\n\r\n"
+        said(await ask(warmfold.port, request), 504, "upstream_read_timeout", "upstream.read_idle_timeout_s")
 
 
 @on_uvloop

@@ -7,11 +7,6 @@ import json
 
 import pytest
 
-from proxy.config import Config
-from proxy.downstream import Client
-from proxy.listener import Chat
-from proxy.relay import relay
-from proxy.upstream import Upstreams
 from tests.e2e.relay_wire import (
     Exchange,
     ask,
@@ -23,6 +18,7 @@ from tests.e2e.relay_wire import (
     plain,
     read_head,
     read_message,
+    reads_whole_bodies,
     soon,
 )
 
@@ -112,13 +108,6 @@ async def test_a_misframed_body_is_the_clients_fault() -> None:
         got = await soon(read_message(reader))
         assert (got.status, got.all(b"x-warmfold-error")) == (400, [b"invalid_body"])
         assert await soon(reader.read()) == b""
-
-
-def reads_whole_bodies(upstreams: Upstreams, config: Config) -> Chat:
-    async def answer(client: Client) -> None:
-        await relay(await upstreams.send(await client.read(), config.upstream), client)
-
-    return answer
 
 
 LIMIT = 1000

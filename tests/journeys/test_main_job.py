@@ -452,3 +452,44 @@ async def test_the_official_client_hangs_up_and_nothing_is_left_over(tmp_path: P
                 await asyncio.sleep(0.01)
         await player.settled()
         assert (await player.admin("/sessions"))["sessions"] == []
+
+
+async def test_a_huge_history_at_first_contact_is_compacted_in_passes_and_once(tmp_path: Path) -> None:
+    """Four windows long and never seen before: served, and the next request finds the checkpoint."""
+    async with SimulatedProvider(window_tokens=6000) as provider, playing(tmp_path, provider, **SMALL) as player:
+        messages: list[dict[str, Any]] = [
+            system(),
+            {"role": "user", "content": "NOTE: EARLY = first-fact. " + long_text(0, 200)},
+        ]
+        for turn in range(1, 80):
+            messages += [
+                {"role": "assistant", "content": f"Done {turn}."},
+                {"role": "user", "content": f"Next {turn}: {long_text(turn, 240)}"},
+            ]
+        first = await player.post({"model": "demo-model", "messages": messages})
+        assert first.status == 200
+        assert first.headers["x-warmfold-compaction"] == "inline"
+        passes = len(provider.compactions)
+        assert passes > 1
+        await player.settled()
+        messages += [
+            {"role": "assistant", "content": first.json["choices"][0]["message"]["content"]},
+            {"role": "user", "content": "What is the value of EARLY?"},
+        ]
+        second = await player.post({"model": "demo-model", "messages": messages})
+        assert second.headers["x-warmfold-checkpoint"] == first.headers["x-warmfold-checkpoint"]
+        assert second.json["choices"][0]["message"]["content"] == "EARLY = first-fact"
+        assert len(provider.compactions) == passes
+
+
+async def test_a_dead_summariser_at_the_hard_watermark_leaves_a_mechanical_checkpoint(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=4096, summariser=Dead(500)) as provider,
+        playing(tmp_path, provider, compaction__max_context_tokens=4096, compaction__when="after_turn") as player,
+    ):
+        chat = Chat(player)
+        await chat.say("The task: never touch prod.db. " + long_text(0, 150))
+        for turn in range(40):
+            _, headers = await chat.say(f"Step {turn}: {long_text(turn, 160)}")
+        assert "x-warmfold-checkpoint" in headers
+        assert all(call.status == 200 for call in provider.turns)

@@ -1,8 +1,10 @@
--- KEYS: base. ARGV: explicit id or '', chain digests one behind the other, limit of foreign checkpoints.
+-- KEYS: base. ARGV: explicit id or '', chain digests one behind the other, limit of foreign checkpoints, steps to walk at most.
 -- Returns {session or false, own checkpoint or false, foreign checkpoints, faults}; session = {lineage, matched, fields, entries}.
 
 local explicit, chain, most_foreign = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local n = #chain / CHAIN
+-- The server does nothing else meanwhile, and the length is a client's choice.
+local nearest = math.max(1, n - tonumber(ARGV[4]) + 1)
 
 local function prefix(i)
   return string.sub(chain, CHAIN * (i - 1) + 1, CHAIN * i)
@@ -19,19 +21,36 @@ local function trusted(lineage)
   return seen_before[lineage]
 end
 
--- The longest prefix of the request at which a turn ended, whose session still lives and still has this prefix.
-local function find(namespace)
-  local head = base .. 'x:' .. namespace .. ':'
-  for i = n, 1, -1 do
-    local lineage = ask('GET', head .. prefix(i))
-    if lineage then
-      local values = trusted(lineage)
-      if values and i <= tonumber(values[AT.n]) and chain_at(lineage, i) == prefix(i) then
-        return {lineage, i, values, ask('GET', base .. 'd:' .. lineage)}
+-- The first result of `visit(i, value)` for the values at head .. prefix(i), from the longest prefix down. Read in slices that grow: a client
+-- that goes on is found in the first one, and a walk in vain takes half the time it takes with a GET for each.
+local function backwards(head, longest, visit)
+  local size = 4
+  while longest >= nearest do
+    local shortest = math.max(nearest, longest - size + 1)
+    local keys = {}
+    for i = longest, shortest, -1 do
+      keys[#keys + 1] = head .. prefix(i)
+    end
+    for at, value in ipairs(redis.call('MGET', unpack(keys))) do
+      local result = value and visit(longest - at + 1, value)
+      if result then
+        return result
       end
     end
+    longest = shortest - 1
+    size = math.min(size * 2, 256)
   end
   return nil
+end
+
+-- The longest prefix of the request at which a turn ended, whose session still lives and still has this prefix.
+local function find(namespace)
+  return backwards(base .. 'x:' .. namespace .. ':', n, function(i, lineage)
+    local values = trusted(lineage)
+    if values and i <= tonumber(values[AT.n]) and chain_at(lineage, i) == prefix(i) then
+      return {lineage, i, values, ask('GET', base .. 'd:' .. lineage)}
+    end
+  end)
 end
 
 -- Covered and seen prefixes lie on the request's chain, and a message is left behind them.
@@ -67,18 +86,18 @@ local function foreign()
   if ask('EXISTS', base .. 'm') ~= 1 then
     return found
   end
-  for k = n - 1, 1, -1 do
-    for _, ref in ipairs(refs_in(ask('GET', base .. 'k:' .. prefix(k)))) do
-      local value = ref.k == k and not preambles[ref.preamble] and covers(ref) and checkpoint(ref)
-      if value then
+  backwards(base .. 'k:', n - 1, function(k, value)
+    for _, ref in ipairs(refs_in(value)) do
+      local text = ref.k == k and not preambles[ref.preamble] and covers(ref) and checkpoint(ref)
+      if text then
         preambles[ref.preamble] = true
-        found[#found + 1] = value
+        found[#found + 1] = text
         if #found == most_foreign then
           return found
         end
       end
     end
-  end
+  end)
   return found
 end
 

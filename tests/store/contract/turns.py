@@ -315,3 +315,18 @@ async def test_the_preamble_and_envelope_are_bytes_like_any_other(store: Store) 
     found = await store.bodies(client.id, [session.turn.head, session.turn.tail, *session.turn.preamble])
     assert found is not None
     assert set(found.values()) == {HEAD, TAIL, PREAMBLE}
+
+
+async def test_a_conversation_without_end_has_no_session(store: Store, troubles: Troubles) -> None:
+    """A request may hold millions of empty messages: nobody else must wait while the server looks for each of them."""
+    endless = Client((b"{}",) * 32_769)
+    assert await store.recall(endless.query) == Recalled(None, 0)
+    assert not await store.save(endless.saved())
+    assert troubles.seen == {"too_long": 2}
+    longest = Client(talk(8000))
+    await store.save(Client(longest.messages[:3000]).saved())
+    found = await store.recall(longest.query)  # its end lies more than 4096 messages back
+    assert found == Recalled(None, 0)
+    found = await store.recall(Client(longest.messages[:7000]).query)
+    assert found is not None
+    assert found.matched == 3000
