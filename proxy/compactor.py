@@ -327,7 +327,7 @@ class Compactor:
             if known is None:
                 return None
             if _is_superseded(known, warm):
-                newest = next(r for r in reversed(known.checkpoints) if not r.dead)
+                newest = max((r for r in known.checkpoints if not r.dead), key=lambda r: r.generation)
                 return await self._store.checkpoint(warm.session, newest.id)
             await asyncio.sleep(_POLL_S)
         return None

@@ -78,13 +78,14 @@ class EmbeddedServer:
         self._binary = _binary()
         self._lock = claimed(self.data_dir)
         try:
-            _make_private(self.socket.parent)
+            if self.socket.parent != self.data_dir:
+                _make_private(self.socket.parent)
             await self._end_stale_server()
+            if not await self._launch():
+                log.error("embedded store does not answer, turns go on without it log=%s", self._log_path)
         except BaseException:
-            self._lock.close()
+            await self.close()
             raise
-        if not await self._launch():
-            log.error("embedded store does not start, turns go on without it log=%s", self._log_path)
         self._tasks.spawn(self._keep(), "store-keeper")
 
     async def close(self) -> None:
@@ -161,13 +162,15 @@ class EmbeddedServer:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        process.terminate()
+        with suppress(ProcessLookupError):
+            process.terminate()
         try:
             async with asyncio.timeout(_STOP_S):
                 await process.wait()
         except TimeoutError:
             log.error("embedded store did not end within %s s and is killed", _STOP_S)
-            process.kill()
+            with suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
 
     async def _end_stale_server(self) -> None:
@@ -182,7 +185,7 @@ class EmbeddedServer:
         self.socket.unlink(missing_ok=True)
 
     async def _said(self, command: str) -> bytes | None:
-        """The first line of the server's answer, b"" where it hangs up; None: nobody is there."""
+        """The first line of the server's answer, b"" where it hangs up or says nothing; None: nobody is there."""
         try:
             async with asyncio.timeout(_STOP_S):
                 reader, writer = await asyncio.open_unix_connection(str(self.socket))
@@ -192,7 +195,9 @@ class EmbeddedServer:
                 finally:
                     writer.close()
                     await writer.wait_closed()
-        except (OSError, TimeoutError):
+        except TimeoutError:
+            return b""
+        except OSError:
             return None
 
 

@@ -241,7 +241,7 @@ async def test_a_server_that_cannot_start_costs_no_more_than_the_store(
     assert set(troubles.seen) == {"unreachable", "paused"}
     await store.close()
     lines = [one.getMessage() for one in caplog.records]
-    assert f"embedded store does not start, turns go on without it log={directory / 'valkey.log'}" in lines
+    assert f"embedded store does not answer, turns go on without it log={directory / 'valkey.log'}" in lines
 
 
 async def test_no_prompt_stands_in_the_servers_log(tmp_path: Path) -> None:
