@@ -14,7 +14,9 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-_HOP_BY_HOP: Final = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length"})
+_HOP_BY_HOP: Final = frozenset(
+    {"connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host", "content-length"}
+)
 
 
 class Relay:

@@ -8,7 +8,18 @@ from typing import Any, Final
 
 Message = dict[str, Any]
 
-_PARTS: Final = ("parser", "lexer", "cache", "router", "session", "ledger", "importer", "scheduler", "report", "billing")
+_PARTS: Final = (
+    "parser",
+    "lexer",
+    "cache",
+    "router",
+    "session",
+    "ledger",
+    "importer",
+    "scheduler",
+    "report",
+    "billing",
+)
 _VERBS: Final = ("read", "write", "merge", "split", "check", "load", "close", "count", "sort", "trim")
 _THINGS: Final = ("rows", "tokens", "lines", "orders", "pages", "blocks", "keys", "dates", "users", "totals")
 _WISHES: Final = (
@@ -85,7 +96,9 @@ class Conversation:
         self._calls += 1
         id_ = f"call_{self._number}_{self._calls}"
         asked = self._random.choice(tools())["function"]
-        arguments = {name: self._filled("{file}" if name == "path" else "{name}") for name in asked["parameters"]["properties"]}
+        arguments = {
+            name: self._filled("{file}" if name == "path" else "{name}") for name in asked["parameters"]["properties"]
+        }
         call = {"id": id_, "type": "function", "function": {"name": asked["name"], "arguments": json.dumps(arguments)}}
         lines = [self._filled(self._random.choice(_LINES)) for _ in range(self._random.randint(3, self._result_lines))]
         return [

@@ -174,7 +174,7 @@ async def _measured(sizes: tuple[int, ...], rounds: int) -> list[Measured]:
     found: list[Measured] = []
     with LlamaServer() as server:
         async with Recorder(server.url) as recorder, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout()) as session:
-            with await asyncio.to_thread(Warmfold(f"{recorder.url}/v1", COMPACTION).__enter__) as proxy:
+            with Warmfold(f"{recorder.url}/v1", COMPACTION) as proxy:
                 bench = Bench(server, recorder, proxy, session)
                 for number, size in enumerate(sizes * rounds, start=1):
                     found.append(await bench.measure(number, size))

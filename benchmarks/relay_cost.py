@@ -169,7 +169,9 @@ def _told_of_sessions(metrics: dict[str, float]) -> str:
     """Proof that the sessions were really there: how many lookups found theirs."""
     recalls = {name: value for name, value in metrics.items() if name.startswith("warmfold_recalls_total")}
     lost = sum(value for name, value in metrics.items() if name.startswith("warmfold_store_failures_total"))
-    told = ", ".join(f"{name.partition(chr(34))[2].partition(chr(34))[0]} {value:,.0f}" for name, value in recalls.items())
+    told = ", ".join(
+        f"{name.partition(chr(34))[2].partition(chr(34))[0]} {value:,.0f}" for name, value in recalls.items()
+    )
     return f"Lookups in warmfold's store: {told}; failed calls to the store: {lost:,.0f}."
 
 

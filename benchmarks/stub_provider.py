@@ -15,7 +15,9 @@ CHUNKS: Final = 250
 """Content chunks of one stream."""
 CHUNK_EVERY_S: Final = 0.02
 
-_USAGE: Final = b'"usage":{"prompt_tokens":%d,"completion_tokens":7,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+_USAGE: Final = (
+    b'"usage":{"prompt_tokens":%d,"completion_tokens":7,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}'
+)
 _COMPLETION: Final = (
     b'{"id":"chatcmpl-stub","object":"chat.completion","created":1700000000,"model":"stub","choices":[{"index":0,"message":'
     b'{"role":"assistant","content":"Done. The tests pass."},"finish_reason":"stop"}],' + _USAGE + b"}"
@@ -92,7 +94,9 @@ async def _serve(port: int) -> None:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stub_provider", description="A provider that answers at once.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.stub_provider", description="A provider that answers at once."
+    )
     parser.add_argument("--port", type=int, required=True, help="port on 127.0.0.1")
     uvloop.run(_serve(parser.parse_args().port))
 

@@ -20,7 +20,7 @@ from proxy.core.model import Attempt, Because, Checkpoint, Commit, Counters, Sco
 from proxy.core.plan import Plan, Planner, Warm, ref
 from proxy.core.region import Region
 from proxy.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
-from proxy.metrics import Metrics
+from proxy.metrics import Metrics, Miss
 from proxy.store import Checkpoints
 from proxy.tasks import Tasks
 from proxy.upstream import Inbound, Reply
@@ -302,6 +302,8 @@ class Compactor:
     def _count(self, job: Job, attempt: Attempt) -> None:
         usage = Usage(prompt=attempt.prompt, completion=attempt.completion, cached=attempt.cached)
         saved = attempt.saved_tokens or 0
+        if attempt.miss:
+            self._metrics.cache_missed(Miss(attempt.miss))
         self._metrics.compaction(
             job.trigger, attempt.outcome, attempt.because, usage, attempt.new, attempt.duration_ms / 1000, saved
         )
@@ -378,15 +380,15 @@ def _attempt(
         new=new,
         expected_new=expected,
         completion=usage.completion,
-        miss=_miss(plan, new),
+        miss=_miss(plan, new) or "",
         duration_ms=duration_ms,
         generation=made.ref.generation if made else 0,
         saved_tokens=made.region_tokens - made.checkpoint_tokens if made else None,
     )
 
 
-def _miss(plan: Plan | None, new: int | None) -> str:
+def _miss(plan: Plan | None, new: int | None) -> Miss | None:
     """The likely reason where more was processed than expected."""
     if plan is None or new is None or new <= plan.expected_new:
-        return ""
-    return "parameter_dropped" if plan.replay.costly else "unknown"
+        return None
+    return Miss.PARAMETER_DROPPED if plan.replay.costly else Miss.UNKNOWN

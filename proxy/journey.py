@@ -132,6 +132,8 @@ class Journey:
             self._leave_unrewritten(talk)
             asked, body = self._ask_for_usage(talk, route.routed)
             reply = await self._sender.send(inbound, upstream, body)
+        if route.routed.applied is not None:
+            self._metrics.checkpoint_applied()
         self._compact_beside(talk)
 
         tap = Tap(tenancy.header(reply.headers, "content-type"), tenancy.header(reply.headers, "content-encoding"))
@@ -217,7 +219,10 @@ class Journey:
                 made = await self._compactor.wait_elsewhere(warm, until - clock.monotonic())
             shorter = rewrite.route(talk.conversation.request, talk.conversation.preamble_length, made)
             if shorter.applied is None or shorter.applied.k <= (route.routed.applied.k if route.routed.applied else 0):
-                return Route(route.routed, f"failed-{outcome.because or Because.CONFLICT}")
+                if outcome.because is Because.NO_BOUNDARY:
+                    self._metrics.unshrinkable()
+                failed = f"failed-{outcome.because or Because.CONFLICT}"
+                return route if route.note == "inline" else replace(route, note=failed)
             fresh = made is not None and not outcome.committed and outcome.because is None
             route = Route(shorter, "inline", made if fresh else None)
         return route

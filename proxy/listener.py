@@ -54,6 +54,8 @@ class Listener:
 
     async def open(self) -> str:
         """The base URL that clients use, once the port is open. Raises CannotListen."""
+        if self._config.server.client_token_env and not self._token:
+            raise CannotListen("server.client_token_env: names a variable that is not set, or empty")
         return await opened(self._runner, "server", self._config.server.host, self._config.server.port) + "/v1"
 
     async def close(self, grace_s: float) -> None:
@@ -108,7 +110,7 @@ class Listener:
             raise
         except Exception as error:
             # The type alone: a message may quote what passed.
-            log.exception("request failed error=%s", type(error).__name__, exc_info=False)
+            log.error("request failed error=%s", type(error).__name__)
             message = "The request failed inside warmfold; its log says when."
             await _tell(client, Answerable(500, message, type="server_error", code="internal_error"))
 

@@ -1,6 +1,6 @@
 """All counters of a worker. Callers say what happened; the label words stand here and nowhere else, and each label is a closed set.
 
-No label names a model, a tenant or a session: their number has no bound, and some of them are secrets (DESIGN I10).
+No label names a model, a tenant or a session: their number has no bound, and some of them are secrets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
 _OUTCOMES: Final = ("committed", "made", "skipped", "failed", _OTHER)
 _NO_REASON: Final = "none"
 _YES_NO: Final = ("yes", "no")
-_STEPS: Final = ("identify", "guard", "beside", "after", _OTHER)
+_STEPS: Final = ("identify", "rewrite", "guard", _OTHER)
 
 # A cached replay of a small model answers in under a second; timeout_s ends a call after 120 s by default.
 _CALL_SECONDS: Final = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240)
@@ -60,7 +60,7 @@ class Retry(StrEnum):
 
 
 class Miss(StrEnum):
-    """The likely reason why a compaction call found less in the provider's cache than it should have (DESIGN section 6, proof)."""
+    """The likely reason why a compaction call found less in the provider's cache than it should have."""
 
     COLD = "cold"
     WRITE_LAG = "write_lag"

@@ -1,6 +1,6 @@
 """aiohttp's request and response classes, less what they add and plus what they hide: which requests surely went unheard.
 
-All that we know of aiohttp's client beyond its documentation stands here; tests/e2e/test_relay_bytes.py notices when it changes.
+All that we know of aiohttp's client beyond its documentation stands here; tests/e2e/test_relay.py notices when it changes.
 """
 
 from __future__ import annotations

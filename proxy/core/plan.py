@@ -144,6 +144,12 @@ class Planner:
         before = self.warm.facts[at - 1].role
         return before == "assistant" or (before != "user" and self.warm.facts[at].role == "user")
 
+    @property
+    def _longer(self) -> int:
+        """Tokens of the operator's own instruction beyond the room that every call leaves for one."""
+        own = tokens.of_text(self.settings.summary_prompt) + tokens.MESSAGE_OVERHEAD
+        return max(0, round(own * self.warm.factor) - INSTRUCTION_TOKENS)
+
     def _call(self, chosen: Region, before: Sequence[int]) -> Plan | Because:
         """The call for a region: over the whole warm request where that has room, else cut at the region's end, else at an earlier cut.
 
@@ -152,11 +158,11 @@ class Planner:
         warm, limits = self.warm, self.limits
         answer = round(tokens.of_text(warm.answer.decode("utf-8", "replace")) * warm.factor) if warm.answer else 0
         whole = (warm.prompt if warm.prompt is not None else before[warm.end - warm.offset]) + answer
-        if self.settings.replay_scope == Scope.WARM and chosen.k <= warm.end and limits.fits(whole):
+        if self.settings.replay_scope == Scope.WARM and chosen.k <= warm.end and limits.fits(whole + self._longer):
             return self._planned(chosen, Scope.WARM, warm.end, whole, unseen=answer)
-        if not limits.fits(before[chosen.k - warm.offset]):
+        if not limits.fits(before[chosen.k - warm.offset] + self._longer):
             cuts = [c for c in region.legal_cuts(warm.facts, warm.offset) if c > chosen.from_]
-            room = limits.window.tokens - INSTRUCTION_TOKENS - limits.output
+            room = limits.window.tokens - INSTRUCTION_TOKENS - self._longer - limits.output
             fitting = region.largest_fitting(cuts, before, room, warm.offset)
             if fitting is None:
                 return Because.NO_ROOM
@@ -172,6 +178,7 @@ class Planner:
         messages = warm.routed(read_to)
         if messages is None:
             return Because.NO_BOUNDARY
+        asked = prompt + INSTRUCTION_TOKENS + self._longer
         at = chosen.k - warm.offset
         text = self.settings.summary_prompt or replay.instruction(
             warm.facts[at] if at < len(warm.facts) else None, scope
@@ -182,12 +189,12 @@ class Planner:
             warm.tail,
             answer=warm.answer if scope is Scope.WARM else None,
             text=text,
-            output_tokens=max(16, min(limits.output, limits.window.tokens - prompt - INSTRUCTION_TOKENS)),
+            output_tokens=max(16, min(limits.output, limits.window.tokens - asked)),
             keep_response_format=self.settings.keep_response_format,
             output_key=self.output_key,
         )
         new = round(tokens.of_text(text) * warm.factor) + tokens.MESSAGE_OVERHEAD + unseen + BLOCK_TOKENS
-        return Plan(chosen, scope, read_to, built, prompt + INSTRUCTION_TOKENS, new, limits)
+        return Plan(chosen, scope, read_to, built, asked, new, limits)
 
 
 def ref(covered: Region, read_to: int, warm: Warm, checkpoint_id: str, generation: int) -> CheckpointRef:

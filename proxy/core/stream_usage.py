@@ -25,8 +25,9 @@ def asking(body: bytes) -> bytes | None:
         options: object = {}
         for member in found:
             if member.key == "stream_options":
-                options = json.loads(body[member.start : member.end])
-        if not isinstance(options, dict):
+                value = json.loads(body[member.start : member.end])
+                options = {} if value is None else value
+        if not kept or not isinstance(options, dict):
             return None
     except (NotSliceable, ValueError, RecursionError):
         return None

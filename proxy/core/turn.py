@@ -138,6 +138,9 @@ def _stored(known: Session | None) -> frozenset[ByteHash]:
         return frozenset()
     names = {known.turn.head, known.turn.tail, *known.turn.preamble}
     names.update(entry.byte_hash for entry in known.entries[known.bodies_from :])
+    # A head that stands in front of the checkpoint; of another session's checkpoint we do not know how long it is.
+    kept = next((ref.from_ for ref in known.checkpoints if ref.id == known.turn.applied), 0)
+    names.update(entry.byte_hash for entry in known.entries[:kept])
     return frozenset(names)
 
 

@@ -366,7 +366,7 @@ def test_recorded_answers(sample: Path) -> None:
     about = json.loads(sample.read_bytes())
     data = sample.with_suffix(".body").read_bytes()
     kind = next((value for name, value in about["headers"] if name.lower() == "content-type"), "")
-    stream = data.lstrip(b":\r\n ").startswith((b"data:", b"event:", b"OPENROUTER"))
+    stream = about["kind"] == "sse"
     found = _tapped(data, [data[i : i + 7] for i in range(0, len(data), 7)], kind=SSE if stream else kind)
     assert found == _tapped(data, kind=SSE if stream else kind)
     if stream:

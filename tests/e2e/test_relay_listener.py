@@ -259,3 +259,10 @@ async def test_a_port_that_is_taken_and_a_host_that_is_none_are_named() -> None:
             with pytest.raises(CannotListen, match=r"^server\.host: [^\n]+$"):
                 async with proxy(up.base_url, server={"host": host}):
                     pass
+
+
+@on_uvloop
+async def test_without_the_token_that_it_should_ask_for_it_does_not_open() -> None:
+    with pytest.raises(CannotListen, match=r"^server\.client_token_env: "):
+        async with proxy("http://127.0.0.1:9/v1", server={"client_token_env": "CLIENT_TOKEN"}):
+            pass
