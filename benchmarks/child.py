@@ -30,7 +30,7 @@ class Child:
     def __init__(self, module: str, *arguments: str, ready: str) -> None:
         self._command = [sys.executable, "-m", module, *arguments]
         self._ready = ready
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

@@ -22,12 +22,12 @@ from benchmarks import printed
 from benchmarks.conversation import Conversation, Message, tools
 from benchmarks.llama_server import CONTEXT_TOKENS, MODEL, LlamaServer, missing
 from benchmarks.recorder import Exchange, Recorder
-from benchmarks.warmfold import Warmfold
+from benchmarks.warmfold import Section, Warmfold
 
 SIZES: Final = (2000, 4000, 7000)
 """Tokens of the conversation's prompt, at most."""
 
-COMPACTION: Final = {
+COMPACTION: Final[Section] = {
     "max_context_tokens": CONTEXT_TOKENS,
     "when": "after_turn",
     # Small, so that the smallest conversation has something to cover.
@@ -42,7 +42,16 @@ SPARE_TOKENS: Final = 32
 
 _COMPACTED_WITHIN_S: Final = 120.0
 _TURNS: Final = 3
-_HEADINGS: Final = ("prompt up to", "call", "prompt tokens", "cached", "processed", "may process", "prompt ms", "ratio")
+_HEADINGS: Final = (
+    "prompt up to",
+    "call",
+    "prompt tokens",
+    "cached",
+    "processed",
+    "may process",
+    "prompt ms",
+    "times replay",
+)
 _TRANSCRIPT_SYSTEM: Final = "You condense conversations. Write a summary that lets somebody else go on with the work."
 
 
@@ -61,8 +70,8 @@ class Inspected(Protocol):
 class Measured:
     """One conversation: its compaction call (`replay`), the same work done by a `transcript`, and the `later` turn that carried the checkpoint.
 
-    `turn` is the request that was replayed, as the client sent it. `may_process`: most tokens that are new in the replay. `covered`: messages that the
-    checkpoint of the later turn stands for. `attempt`: the compaction's line in the session's journal.
+    `turn` is the request that was replayed, `following` that of the later turn, both as the client sent them. `may_process`: most tokens that
+    are new in the replay. `covered`: messages that the later turn's checkpoint stands for. `attempt`: the compaction's line in the session's journal.
     """
 
     size: int
@@ -71,6 +80,7 @@ class Measured:
     may_process: int
     attempt: dict[str, Any]
     transcript: Exchange
+    following: dict[str, Any]
     later: Exchange
     covered: int
 
@@ -99,17 +109,19 @@ class Bench:
             turn, replay, attempt = await self._compacted(request, attempts=attempts)
         new = replay.request["messages"][len(request["messages"]) :]
         may_process = SPARE_TOKENS + sum(self._server.count_text(message["content"]) for message in new)
-        later, headers = await self._turn(_continued(request, turn, script))
+        following = _continued(request, turn, script)
+        later, headers = await self._turn(following)
         covered = int(headers.get("x-warmfold-covered", 0))
-        return Measured(size, request, replay, may_process, attempt, await self._transcript(request), later, covered)
+        transcript = await self._transcript(request)
+        return Measured(size, request, replay, may_process, attempt, transcript, following, later, covered)
 
     def _grown(self, script: Conversation, size: int) -> dict[str, Any]:
+        """A request that ends on a user message: turns with tools while there is room, then short ones."""
         request: dict[str, Any] = {"model": MODEL, "messages": [script.system(), script.user()], "tools": tools()}
-        while True:
-            longer = {**request, "messages": [*request["messages"], *script.work(), script.user()]}
-            if self._server.count(longer) > size:
-                return request | {"max_tokens": 64, "temperature": 0}
-            request = longer
+        for said in (script.work, lambda: [script.reply()]):
+            while self._server.count(longer := _with(request, *said(), script.user())) <= size:
+                request = longer
+        return request | {"max_tokens": 64, "temperature": 0}
 
     async def _compacted(self, request: dict[str, Any], *, attempts: int) -> tuple[Exchange, Exchange, dict[str, Any]]:
         """A turn, the compaction call right after it, and that call's line in the journal, which has so many `attempts` by then."""
@@ -142,8 +154,11 @@ class Bench:
 
 
 def _continued(request: dict[str, Any], turn: Exchange, script: Conversation) -> dict[str, Any]:
-    answer = {"role": "assistant", "content": turn.text}
-    return {**request, "messages": [*request["messages"], answer, script.user()]}
+    return _with(request, {"role": "assistant", "content": turn.text}, script.user())
+
+
+def _with(request: dict[str, Any], *messages: Message) -> dict[str, Any]:
+    return {**request, "messages": [*request["messages"], *messages]}
 
 
 def _entry(message: Message) -> str:

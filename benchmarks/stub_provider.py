@@ -1,6 +1,7 @@
-"""A provider that answers at once: one small completion with usage, or a stream of small chunks. As cheap as Python can be, so that what is measured is the proxy.
+"""A provider that answers at once: one small completion with usage, or a stream of small chunks.
 
-`python -m benchmarks.stub_provider --port N`. It reads HTTP/1.1 with Content-Length only, which is what relays send, and checks nothing.
+`python -m benchmarks.stub_provider --port N`. As cheap as Python can be, so that the proxy is what limits a run: it reads HTTP/1.1 with
+Content-Length only, which is what relays send, and checks nothing.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ class Journey:
 
         tap = Tap(tenancy.header(reply.headers, "content-type"), tenancy.header(reply.headers, "content-encoding"))
         ended = await relay(reply, client, tap, headers=_told(talk, route), keep=UsageFilter() if asked else None)
-        if ended is Ended.COMPLETE and reply.status == 200:
+        # SDKs hang up once they have read the end of a stream: whether the turn is complete is for the answer to say.
+        if ended is not Ended.UPSTREAM_BROKE and reply.status == 200:
             self._tasks.spawn(self._after(talk, route, tap), "after-turn")
 
     # 2. Identify

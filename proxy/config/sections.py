@@ -35,7 +35,7 @@ class Server(Section):
     max_body_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=1,
-        description="Bytes of a request body, after decompression. Beyond it 413, so that no request fills the memory.",
+        description="Bytes of a chat completion as they come over the wire. Beyond it 413, so that no request fills the memory; all else is streamed.",
     )
     grace_s: float = Field(
         default=30.0,

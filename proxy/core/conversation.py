@@ -67,12 +67,12 @@ def lineage(conversation: Conversation, recalled: Recalled | None) -> Lineage:
     """
     query = conversation.query
     found = recalled.session if recalled else None
-    matched = recalled.matched if recalled else 0
-    if found is not None and found.length == matched and found.explicit == query.explicit:
+    if found is not None and recalled is not None and found.length == recalled.matched and found.explicit == query.explicit:
         return Lineage(found.id, found, found.counters)
-    # A request that ends inside a known conversation (a rewind) diverges by ending there.
-    divergence = query.chain[matched] if matched < len(query.chain) else query.chain[-1] + b"end"
-    name = fingerprint.lineage(query.root, query.explicit, divergence)
+    # Named by all of the request, not by where it diverges: two unknown conversations may share their first messages. A request that
+    # ends inside a known conversation (a rewind) may have given that one its name: the parent's name keeps them apart.
+    parent = found.id.lineage if found is not None else ""
+    name = fingerprint.lineage(query.root, query.explicit, parent, query.chain[-1])
     inherited = found.counters if found is not None else Counters()
     return Lineage(SessionId(query.tenant, query.root, name), None, inherited)
 

@@ -235,12 +235,12 @@ def root(first: Digest) -> str:
     return _name(first[:10])
 
 
-def lineage(root_name: str, explicit: str, divergence: Digest) -> str:
-    """The name of a new session: by the first prefix that no known session has.
+def lineage(root_name: str, explicit: str, parent: str, prefix: Digest) -> str:
+    """The name of a new session, from the first request that was seen of it (`prefix`: its chain digest) and the session it left.
 
     Not random: two workers that see the same new conversation at the same time give it the same name.
     """
-    seed = f"{root_name}\x00{explicit}\x00".encode() + divergence
+    seed = f"{root_name}\x00{explicit}\x00{parent}\x00".encode() + prefix
     return _name(hashlib.blake2b(seed, digest_size=10).digest())
 
 

@@ -18,6 +18,7 @@ from proxy.core.conversation import Conversation
 from proxy.core.limits import Limits
 from proxy.core.limits import limits as limits_of
 from proxy.core.model import Checkpoint, CheckpointRef, Facts, Scope, Window
+from tests.strategies import spelled
 
 _REPOSITORY = Path(__file__).parents[2]
 CONVERSATIONS = _REPOSITORY / os.getenv("WARMFOLD_CONVERSATIONS", "../shared/conversations")
@@ -87,7 +88,7 @@ def talk(notation: str) -> list[dict[str, Any]]:
 
 def elements(messages: Sequence[Any]) -> tuple[bytes, ...]:
     """Messages as bytes."""
-    return tuple(json.dumps(m, separators=(",", ":")).encode() for m in messages)
+    return tuple(spelled(m) for m in messages)
 
 
 def facts_of(messages: Sequence[Any] | str) -> tuple[Facts, ...]:
@@ -97,7 +98,7 @@ def facts_of(messages: Sequence[Any] | str) -> tuple[Facts, ...]:
 
 def body_of(messages: Sequence[Any] | str, **members: Any) -> bytes:
     """A request with these messages and members."""
-    return json.dumps({"model": "m", **members, "messages": talk(messages) if isinstance(messages, str) else messages}).encode()
+    return spelled({"model": "m", **members, "messages": talk(messages) if isinstance(messages, str) else list(messages)})
 
 
 def read(body: bytes, *, tenant: str = "tenant", explicit: str = "") -> Conversation:

@@ -60,7 +60,7 @@ def test_only_a_preamble_is_no_conversation(notation: str) -> None:
 @given(chats())
 def test_preamble_tools_and_parameters_do_not_name_a_conversation(chat: Chat) -> None:
     salt = json.loads(dict(chat.members).get("cache_salt", b'""'))
-    other = read(json.dumps({"messages": [{"role": "system", "content": "12:00:02"}, *chat.conversation], "cache_salt": salt}).encode())
+    other = read(body_of([{"role": "system", "content": "12:00:02"}, *chat.conversation], cache_salt=salt))
     assert other.chain == read(chat.body).chain
     assert other.query.root == read(chat.body).query.root
 
