@@ -14,7 +14,7 @@ from benchmarks.conversation import Conversation, Message, tools
 _TOOLS_FROM_BYTES: Final = 8192
 _REQUEST: Final = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer sk-benchmark\r\nContent-Type: application/json\r\n"
-    b"Accept: application/json\r\nUser-Agent: benchmark\r\nContent-Length: %d\r\n\r\n"
+    b"Accept: application/json\r\nUser-Agent: benchmark\r\n%bContent-Length: %d\r\n\r\n"
 )
 
 
@@ -42,10 +42,11 @@ class Script:
 
 
 class Client:
-    """Client `number` tells the script as its own: every message differs from that of any other number."""
+    """Client `number` tells the script as its own: every message differs from that of any other number. `headers`: whole lines to add."""
 
-    def __init__(self, script: Script, number: int) -> None:
+    def __init__(self, script: Script, number: int, headers: bytes = b"") -> None:
         self._script = script
+        self._headers = headers
         self._told = script.head + self._own(script.history, number)
         self._growth = [self._own(piece, number) for piece in script.growth]
         self._step = 0
@@ -56,7 +57,7 @@ class Client:
             self._told += self._growth[self._step - 1]
         self._step += 1
         length = len(self._told) + len(self._script.tail)
-        return _REQUEST % length + self._told + self._script.tail
+        return _REQUEST % (self._headers, length) + self._told + self._script.tail
 
     @staticmethod
     def _own(messages: bytes, number: int) -> bytes:

@@ -18,17 +18,16 @@ Row = Sequence[str]
 
 
 def table(title: str, headings: Row, rows: Sequence[Row], *, markdown: bool) -> None:
-    """Print one table. Columns are flush right from the first one that holds a number on."""
-    numbers = [index for index in range(len(headings)) if any(_is_number(row[index]) for row in rows)]
-    first_number = min(numbers, default=len(headings))
+    """Print one table. Columns of numbers are flush right; an empty cell says that there is nothing to measure."""
+    numbers = [all(_is_number(row[at]) for row in rows) for at in range(len(headings))]
     if markdown:
-        marks = ["---" if index < first_number else "---:" for index in range(len(headings))]
+        marks = ["---:" if number else "---" for number in numbers]
         lines = [f"| {' | '.join(cells)} |" for cells in (headings, marks, *rows)]
         print(f"### {title}\n", *lines, "", sep="\n")
         return
     drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
-    for index, heading in enumerate(headings):
-        drawn.add_column(heading, justify="left" if index < first_number else "right", no_wrap=True)
+    for heading, number in zip(headings, numbers, strict=True):
+        drawn.add_column(heading, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         drawn.add_row(*row)
     # A pipe has no width: rich would assume 80 columns and cut.
@@ -53,4 +52,4 @@ def _processor() -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell.replace(",", "").replace(".", "").isdecimal()
+    return not cell or cell.rstrip("%").replace(",", "").replace(".", "").isdecimal()

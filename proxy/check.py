@@ -24,8 +24,6 @@ NO_EFFECT_YET: Final[Mapping[str, str]] = MappingProxyType(
     {
         "server.workers": "will start that many processes; serve refuses more than 1 until then",
         "compaction.strategy": '"transcript" will send a rendered transcript; until then every compaction is a replay',
-        "compaction.ledger_tokens": "will keep the user's own words verbatim in the checkpoint",
-        "compaction.anchor_tokens": "will add exact identifiers that the summary lacks",
         "compaction.max_payback_turns": "will hold back soft compactions that do not pay for themselves in time",
         "compaction.summary_model": "will send a transcript to this model; until then the conversation's own model writes the summary",
         "compaction.max_tool_result_chars": "will cut tool results in a transcript",
@@ -42,8 +40,6 @@ _TRUE_ALREADY: Final[Mapping[str, str]] = MappingProxyType(
     {
         "server.workers": "1",
         "compaction.strategy": '"replay"',
-        "compaction.ledger_tokens": "0",
-        "compaction.anchor_tokens": "0",
         "compaction.max_payback_turns": "0",
         "compaction.summary_model": '""',
     }

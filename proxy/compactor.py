@@ -11,7 +11,7 @@ import orjson
 
 from proxy import clock
 from proxy.config import Compaction, Upstream
-from proxy.core import checkpoint, last_resort, pressure
+from proxy.core import anchors, checkpoint, last_resort, ledger, pressure
 from proxy.core.answer import read_whole
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.fingerprint import checkpoint_id
@@ -30,6 +30,8 @@ log = logging.getLogger("warmfold.compaction")
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 LOCK_TTL_S = 20.0
 _POLL_S = 0.1
+LEDGER_SHARE = 0.3
+ANCHOR_SHARE = 0.1
 
 _TRY_AGAIN = frozenset(
     {
@@ -268,12 +270,33 @@ class Compactor:
         scope: Scope,
         strategy: str,
     ) -> Checkpoint | Rejected:
+        warm = job.warm
+        covered = warm.messages[max(0, region.from_ - warm.offset) : region.k - warm.offset]
+        before = warm.applied
+        # Estimates, not yet corrected; and never more of a small region than leaves room for it to shrink.
+        share = 1 / max(1.0, warm.factor)
+        most = region.tokens * share
+        words = ledger.ledger(
+            covered,
+            max(region.from_, warm.offset),
+            before.ledger if before else (),
+            int(min(job.limits.ledger * share, most * LEDGER_SHARE)),
+        )
+        present = f"{summary.text}\n{ledger.rendered(words)}"
+        exact = anchors.anchors(
+            covered,
+            present,
+            before.anchors if before else (),
+            int(min(job.limits.anchors * share, most * ANCHOR_SHARE)),
+        )
         generation = known.generation + 1 if known is not None else 1
         name = checkpoint_id(str(job.warm.session), generation, summary.text)
         return checkpoint.make(
             summary,
             ref(region, read_to, job.warm, name, generation),
             session=str(job.warm.session),
+            ledger=words,
+            anchors=exact,
             region_tokens=region.tokens,
             factor=job.warm.factor,
             model=job.warm.model,

@@ -253,6 +253,7 @@ class Journey:
         forwarded = turn.forwarded(talk.conversation, route.routed, answer, estimate)
         self._windows.proved(talk.upstream.name, talk.conversation.request.model, talk.window, forwarded.used)
         self._metrics.turn(forwarded.usage, applied=route.routed.applied is not None)
+        talk = _counted(talk, route)
         trigger = self._due(talk, route, forwarded)
         waits = trigger is not None and self._waits_for_next_turn(talk, trigger)
         pending = Pending(trigger, clock.now_ms()) if trigger is not None and waits else None
@@ -330,6 +331,17 @@ class Journey:
             log.error("step %s failed: %s; the request goes on as it came", name, type(error).__name__)
             self._metrics.step_failed(name)
             return None
+
+
+def _counted(talk: Talk, route: Route) -> Talk:
+    """With the compaction that this request went through in its counters: the next soft one keeps its distance from it."""
+    if route.note != "inline":
+        return talk
+    applied = route.routed.applied
+    counters = pressure.after_success(
+        replace(talk.lineage.counters, turns=talk.lineage.counters.turns + 1), 0, applied=applied is not None
+    )
+    return replace(talk, lineage=replace(talk.lineage, counters=replace(counters, turns=talk.lineage.counters.turns)))
 
 
 def _outcome(recalled: Recalled | None) -> Recall:

@@ -151,11 +151,9 @@ def test_check_prints_every_key_with_its_value_and_where_it_comes_from(tmp_path:
 def test_check_lists_what_is_set_but_has_no_effect_yet(tmp_path: Path) -> None:
     path = written(tmp_path, FULL)
     idle = [setting.path for setting, _ in without_effect(load(path, {}, {}))]
-    # anchor_tokens = 0 asks for none, which is what this version does
     assert idle == [
         "server.workers",
         "compaction.strategy",
-        "compaction.ledger_tokens",
         "models[0].input_usd_per_mtok",
         "models[0].max_payback_turns",
     ]

@@ -67,7 +67,12 @@ def lineage(conversation: Conversation, recalled: Recalled | None) -> Lineage:
     """
     query = conversation.query
     found = recalled.session if recalled else None
-    if found is not None and recalled is not None and found.length == recalled.matched and found.explicit == query.explicit:
+    if (
+        found is not None
+        and recalled is not None
+        and found.length == recalled.matched
+        and found.explicit == query.explicit
+    ):
         return Lineage(found.id, found, found.counters)
     # Named by all of the request, not by where it diverges: two unknown conversations may share their first messages. A request that
     # ends inside a known conversation (a rewind) may have given that one its name: the parent's name keeps them apart.
@@ -78,12 +83,11 @@ def lineage(conversation: Conversation, recalled: Recalled | None) -> Lineage:
 
 
 def weight(conversation: Conversation, applied: Checkpoint | None) -> int:
-    """Estimated tokens of the routed request, uncorrected: envelope (tools), preamble, checkpoint and messages.
+    """Estimated tokens of the routed request, uncorrected: tools, preamble, checkpoint and messages.
 
-    A quarter of the envelope's bytes: JSON schemas are about 3.8 characters a token (measured on an airline agent's 14 tools).
+    A quarter of the tools' bytes: JSON schemas are about 3.8 characters a token (measured on an airline agent's 14 tools).
     """
-    request = conversation.request
-    total = (len(request.head) + len(request.tail)) // 4 + sum(f.weight for f in conversation.preamble_facts)
+    total = conversation.request.schema_bytes // 4 + sum(f.weight for f in conversation.preamble_facts)
     if applied is None:
         return total + sum(f.weight for f in conversation.facts)
     kept = sum(f.weight for f in conversation.facts[: applied.from_])

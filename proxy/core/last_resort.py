@@ -6,17 +6,23 @@ does not fit is cut to a line, and then left out with a count.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from proxy.core import tokens
+from proxy.core import said, tokens
 from proxy.core.checkpoint import Summary
 
 _USER_CHARS = 1200
 _OTHER_CHARS = 400
 _RESULT_CHARS = 240
 _LINE_CHARS = 80
+_LIMITS = {
+    "user": _USER_CHARS,
+    "system": _USER_CHARS,
+    "developer": _USER_CHARS,
+    "tool": _RESULT_CHARS,
+    "function": _RESULT_CHARS,
+}
 _EARLIER_SHARE = 0.4
 """Of the budget, for an earlier checkpoint: it stands for more than what is condensed now."""
 
@@ -69,46 +75,13 @@ def _within(text: str, budget: int) -> str:
 
 
 def _lines(element: bytes) -> Iterator[_Line]:
-    try:
-        message = json.loads(element)
-    except (ValueError, RecursionError):
-        message = None
-    if not isinstance(message, dict):
+    message = said.parsed(element)
+    if message is None:
         yield _Line("message", "(unreadable)", _LINE_CHARS)
         return
-    role = str(message.get("role") or "message")
-    text = _text(message.get("content"))
+    role = said.role(message) or "message"
+    text = said.text(message)
     if text:
-        limit = {
-            "user": _USER_CHARS,
-            "system": _USER_CHARS,
-            "developer": _USER_CHARS,
-            "tool": _RESULT_CHARS,
-            "function": _RESULT_CHARS,
-        }
-        yield _Line("result" if role in ("tool", "function") else role, text, limit.get(role, _OTHER_CHARS))
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict):
-            yield _Line("called", f"{function.get('name')}({function.get('arguments')})", _RESULT_CHARS)
-    legacy = message.get("function_call")
-    if isinstance(legacy, dict):
-        yield _Line("called", f"{legacy.get('name')}({legacy.get('arguments')})", _RESULT_CHARS)
-
-
-def _text(content: object) -> str:
-    """The texts of a content; other parts are named."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    parts = []
-    for part in content:
-        if isinstance(part, dict):
-            parts.append(
-                str(part["text"])
-                if isinstance(part.get("text"), str)
-                else f"[{str(part.get('type')).removesuffix('_url')}]"
-            )
-    return "\n".join(parts)
+        yield _Line("result" if role in ("tool", "function") else role, text, _LIMITS.get(role, _OTHER_CHARS))
+    for name, arguments in said.calls(message):
+        yield _Line("called", f"{name}({arguments})", _RESULT_CHARS)

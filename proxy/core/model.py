@@ -118,14 +118,24 @@ class CheckpointRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Said:
+    """Words of a covered message, kept verbatim: by whom, at which position, and why (a word of core/ledger.py)."""
+
+    role: str
+    position: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """What stands for a region. `frame` is the text of the checkpoint message exactly as it is sent, the same bytes on every turn."""
 
     ref: CheckpointRef
     session: str
     text: str
-    ledger: str
-    anchors: str
+    ledger: tuple[Said, ...]
+    anchors: tuple[str, ...]
     frame: str
     region_tokens: int
     checkpoint_tokens: int

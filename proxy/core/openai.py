@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from proxy.core import jsonslice
-from proxy.core.jsonslice import NotSliceable
+from proxy.core.jsonslice import Member, NotSliceable
 
 PREAMBLE_ROLES = ("system", "developer")
 
 # What we read of a request besides its messages. Anything else only travels.
 _READ = frozenset({"model", "stream", "n", "max_tokens", "max_completion_tokens", "cache_salt", "stream_options"})
+_RENDERED = frozenset({"tools", "functions", "response_format"})
+"""Members besides the messages whose text stands in the prompt."""
+
 _any = msgspec.json.Decoder()
 
 
@@ -22,7 +25,7 @@ class ChatRequest:
     """`head` + messages joined by "," + `tail` is the body, byte for byte.
 
     `messages` holds all of them, preamble included, as slices with the white space around them. `scalars` are the parsed values
-    of the few members that we read.
+    of the few members that we read. `schema_bytes`: the length of those besides the messages whose text stands in the prompt (tools).
     """
 
     body: bytes
@@ -30,6 +33,7 @@ class ChatRequest:
     messages: tuple[bytes, ...]
     tail: bytes
     scalars: Mapping[str, object] = field(repr=False)
+    schema_bytes: int = 0
 
     @property
     def model(self) -> str:
@@ -91,4 +95,16 @@ def read(body: bytes, fields: frozenset[str] = frozenset()) -> ChatRequest | Non
         return None
     if not messages:
         return None
-    return ChatRequest(body, body[: start + 1], messages, body[end - 1 :], scalars)
+    return ChatRequest(body, body[: start + 1], messages, body[end - 1 :], scalars, _schema_bytes(found))
+
+
+def schema_bytes(head: bytes, tail: bytes) -> int:
+    """The same figure from what stands around the messages; 0 where that cannot be read."""
+    try:
+        return _schema_bytes(jsonslice.members(head + tail))
+    except NotSliceable:
+        return 0
+
+
+def _schema_bytes(members: Iterable[Member]) -> int:
+    return sum(member.end - member.start for member in members if member.key in _RENDERED)

@@ -105,7 +105,9 @@ class Planner:
     def without_call(self) -> Region | Because:
         """The region for a checkpoint that needs no call, so it need not fit one: all up to the newest messages."""
         warm = self.warm
-        return self._choose([round(f.weight * warm.factor) for f in warm.facts], round(warm.base * warm.factor), Trigger.GUARD)
+        return self._choose(
+            [round(f.weight * warm.factor) for f in warm.facts], round(warm.base * warm.factor), Trigger.GUARD
+        )
 
     def _choose(self, sizes: Sequence[int], base: int, trigger: Trigger) -> Region | Because:
         warm = self.warm

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from proxy.core import conversation as conversations
-from proxy.core import fingerprint, replay, tokens
+from proxy.core import fingerprint, openai, replay, tokens
 from proxy.core.answer import Answer
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.model import (
@@ -239,7 +239,7 @@ def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mappin
         return None
     facts = tuple(fingerprint.facts(element) for element in messages)
     before = tuple(fingerprint.facts(element) for element in (*preamble, *kept))
-    base = (len(head) + len(tail)) // 4 + sum(f.weight for f in before)
+    base = openai.schema_bytes(head, tail) // 4 + sum(f.weight for f in before)
     if applied:
         base += conversations.checkpoint_weight(applied)
     warm = Warm(

@@ -75,7 +75,10 @@ def message(word: str) -> dict[str, Any]:
     if kind == "f":
         return {"role": "function", "name": names[0], "content": text}
     if kind == "A":
-        return {"role": "assistant", "content": [{"type": "tool_use", "id": i, "name": "read", "input": {}} for i in names]}
+        return {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": i, "name": "read", "input": {}} for i in names],
+        }
     if kind == "U":
         return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": i, "content": text} for i in names]}
     raise ValueError(word)
@@ -98,7 +101,9 @@ def facts_of(messages: Sequence[Any] | str) -> tuple[Facts, ...]:
 
 def body_of(messages: Sequence[Any] | str, **members: Any) -> bytes:
     """A request with these messages and members."""
-    return spelled({"model": "m", **members, "messages": talk(messages) if isinstance(messages, str) else list(messages)})
+    return spelled(
+        {"model": "m", **members, "messages": talk(messages) if isinstance(messages, str) else list(messages)}
+    )
 
 
 def read(body: bytes, *, tenant: str = "tenant", explicit: str = "") -> Conversation:
@@ -136,9 +141,9 @@ def checkpoint(
         ref=replace(claim, **ref),
         session="tenant-root-lineage",
         text=text,
-        ledger="",
-        anchors="",
-        frame=checkpoints.frame(text, ""),
+        ledger=(),
+        anchors=(),
+        frame=checkpoints.frame(text),
         region_tokens=1000,
         checkpoint_tokens=50,
         model="m",

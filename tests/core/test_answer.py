@@ -23,7 +23,9 @@ from tests.strategies import DAMAGE, TEXTS, damaged, pieces
 SSE = "text/event-stream; charset=utf-8"
 
 
-def _tapped(data: bytes, parts: Sequence[bytes] | None = None, *, kind: str = SSE, encoding: str = "", text: bool = True) -> Answer:
+def _tapped(
+    data: bytes, parts: Sequence[bytes] | None = None, *, kind: str = SSE, encoding: str = "", text: bool = True
+) -> Answer:
     tap = Tap(kind, encoding)
     for part in [data] if parts is None else parts:
         tap.feed(part)
@@ -40,7 +42,12 @@ def _delta(content: str | None = None, finish: str | None = None, **more: Any) -
     return {"choices": [{"index": 0, "delta": {**delta, **more.pop("delta", {})}, "finish_reason": finish}], **more}
 
 
-OPENAI = {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120, "prompt_tokens_details": {"cached_tokens": 64}}
+OPENAI = {
+    "prompt_tokens": 100,
+    "completion_tokens": 20,
+    "total_tokens": 120,
+    "prompt_tokens_details": {"cached_tokens": 64},
+}
 
 USAGES = [
     pytest.param({}, Usage(), id="none"),
@@ -93,7 +100,11 @@ def test_usage_of_a_stream(members: dict[str, Any], usage: Usage, text: bool) ->
 
 
 def test_usage_inside_a_choice() -> None:
-    chunk = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop", "usage": {"prompt_tokens": 9, "completion_tokens": 12}}]}
+    chunk = {
+        "choices": [
+            {"index": 0, "delta": {}, "finish_reason": "stop", "usage": {"prompt_tokens": 9, "completion_tokens": 12}}
+        ]
+    }
     assert read_stream(_sse(_delta("x"), chunk), want_text=False).usage == Usage(9, 12)
 
 
@@ -105,7 +116,9 @@ def test_the_last_count_wins_where_each_chunk_has_one() -> None:
 
 def test_counts_of_several_chunks_add_to_one_usage() -> None:
     start = {"choices": [], "usage": {"input_tokens": 10, "cache_read_input_tokens": 90}}
-    assert read_stream(_sse(start, {"choices": [], "usage": {"output_tokens": 5}}), want_text=False).usage == Usage(100, 5, 90)
+    assert read_stream(_sse(start, {"choices": [], "usage": {"output_tokens": 5}}), want_text=False).usage == Usage(
+        100, 5, 90
+    )
 
 
 def test_cached_is_never_above_the_prompt_whatever_chunk_it_came_with() -> None:
@@ -147,7 +160,9 @@ TOOL = [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]
         pytest.param([_delta("a", finish="stop"), {"choices": [], "prompt_filter_results": []}], True, True, "stop", "a", False, id="empty choices"),
     ],
 )  # fmt: skip
-def test_a_stream(chunks: list[dict[str, Any]], done: bool, complete: bool, finish: str, text: str | None, failed: bool) -> None:
+def test_a_stream(
+    chunks: list[dict[str, Any]], done: bool, complete: bool, finish: str, text: str | None, failed: bool
+) -> None:
     found = read_stream(_sse(*chunks, done=done), want_text=True)
     assert (found.complete, found.finish, found.text, found.failed) == (complete, finish, text, failed)
     without = read_stream(_sse(*chunks, done=done), want_text=False)
@@ -232,16 +247,30 @@ def _as_whole(answer: dict[str, Any]) -> bytes:
         "reasoning_content": "".join(answer["thoughts"]),
         "tool_calls": TOOL if answer["calls"] else None,
     }
-    return json.dumps({"choices": [{"message": message, "finish_reason": answer["finish"]}], **answer["usage"]}).encode()
+    return json.dumps(
+        {"choices": [{"message": message, "finish_reason": answer["finish"]}], **answer["usage"]}
+    ).encode()
 
 
 def _framed(chunks: Sequence[dict[str, Any]], ending: bytes, seed: int, *, done: bool = True) -> bytes:
     """The chunks as a stream with everything in between that servers put there."""
     random = Random(seed)
-    lines = [json.dumps(c, indent=random.choice((None, None, 1))).encode() for c in chunks] + ([b"[DONE]"] if done else [])
+    lines = [json.dumps(c, indent=random.choice((None, None, 1))).encode() for c in chunks] + (
+        [b"[DONE]"] if done else []
+    )
     out = []
     for line in lines:
-        noise = random.choice((b"", b"", b": OPENROUTER PROCESSING\n\n", b": keepalive\n", b"event: ping\n\n", b"retry: 3000\n", b"id: 1\n"))
+        noise = random.choice(
+            (
+                b"",
+                b"",
+                b": OPENROUTER PROCESSING\n\n",
+                b": keepalive\n",
+                b"event: ping\n\n",
+                b"retry: 3000\n",
+                b"id: 1\n",
+            )
+        )
         field = b"data:" if seed % 2 else b"data: "
         out.append(noise + b"\n".join(field + part for part in line.split(b"\n")) + b"\n\n")
     return b"".join(out).replace(b"\n", ending)
@@ -253,7 +282,9 @@ def test_a_stream_and_a_whole_answer_read_the_same(answer: dict[str, Any]) -> No
 
 
 @given(ANSWERS, st.integers(0, 2**32 - 1), st.sampled_from((b"\n", b"\r\n", b"\r")), st.booleans(), st.data())
-def test_no_cut_and_no_frame_changes_what_is_read(answer: dict[str, Any], seed: int, ending: bytes, done: bool, data: st.DataObject) -> None:
+def test_no_cut_and_no_frame_changes_what_is_read(
+    answer: dict[str, Any], seed: int, ending: bytes, done: bool, data: st.DataObject
+) -> None:
     chunks = _as_stream(answer)
     plain = _tapped(_sse(*chunks, done=done))
     framed = _framed(chunks, ending, seed, done=done)
@@ -337,7 +368,10 @@ JSON: st.SearchStrategy[Any] = st.recursive(
 
 @given(st.lists(JSON, max_size=3))
 def test_counts_are_never_negative_and_cached_never_above_the_prompt(chunks: list[Any]) -> None:
-    for found in (read_stream(_sse(*chunks), want_text=True), *(read_whole(json.dumps(c).encode(), want_text=True) for c in chunks)):
+    for found in (
+        read_stream(_sse(*chunks), want_text=True),
+        *(read_whole(json.dumps(c).encode(), want_text=True) for c in chunks),
+    ):
         counts = (found.usage.prompt, found.usage.completion, found.usage.cached, found.usage.reasoning)
         assert all(count is None or count >= 0 for count in counts)
         assert found.usage.cached is None or found.usage.prompt is None or found.usage.cached <= found.usage.prompt
@@ -356,8 +390,14 @@ def _counted(carriers: list[dict[str, Any]]) -> Usage:
         return Usage()
     last = usage[-1]
     details, spent = last.get("prompt_tokens_details") or {}, last.get("completion_tokens_details") or {}
-    cached = [c for c in (details.get("cached_tokens"), last.get("prompt_cache_hit_tokens"), last.get("cached_tokens")) if c is not None]
-    return Usage(last["prompt_tokens"], last["completion_tokens"], cached[0] if cached else None, spent.get("reasoning_tokens"))
+    cached = [
+        c
+        for c in (details.get("cached_tokens"), last.get("prompt_cache_hit_tokens"), last.get("cached_tokens"))
+        if c is not None
+    ]
+    return Usage(
+        last["prompt_tokens"], last["completion_tokens"], cached[0] if cached else None, spent.get("reasoning_tokens")
+    )
 
 
 @pytest.mark.skipif(not SAMPLES, reason=f"no recorded answers in {WIRE}")

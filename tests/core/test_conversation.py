@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,13 @@ def _session(of: Conversation, *, explicit: str = "", turn: Turn | None = None, 
     entries = tuple(Entry(chain, fact.byte_hash) for chain, fact in zip(of.chain, of.facts, strict=True))
     given: dict[str, Any] = {
         "id": SessionId(of.query.tenant, of.query.root, "lineage"),
-        **{"explicit": explicit, "turn": turn, "entries": entries, "bodies_from": 0, "counters": Counters(turns=7, failures=2)},
+        **{
+            "explicit": explicit,
+            "turn": turn,
+            "entries": entries,
+            "bodies_from": 0,
+            "counters": Counters(turns=7, failures=2),
+        },
         **{"version": 3, "generation": 1, "checkpoints": (), "pending": None, "touched_ms": 0, "created_ms": 0},
     }
     return Session(**{**given, **keys})
@@ -124,27 +131,36 @@ def test_the_same_explicit_id_continues() -> None:
     assert conversation.lineage(read(FIVE.request.body, explicit="id"), Recalled(session, 3)).known is session
 
 
-def test_forks_are_named_by_where_they_leave() -> None:
+def test_forks_are_named_apart() -> None:
     session = _session(_of_length(5))
     edited = talk("s u a u a u")
     edited[4]["content"] = "another"
-    requests: list[tuple[Any, int]] = [(edited, 3), ([*edited[:4], *talk("u u")], 3), (talk("s u a u"), 3), (talk("s u a"), 2)]
-    names = [conversation.lineage(read(body_of(messages)), Recalled(session, matched)).id for messages, matched in requests]
+    requests: list[tuple[Any, int]] = [
+        (edited, 3),
+        ([*edited[:4], *talk("u u")], 3),
+        (talk("s u a u"), 3),
+        (talk("s u a"), 2),
+    ]
+    names = [
+        conversation.lineage(read(body_of(messages)), Recalled(session, matched)).id for messages, matched in requests
+    ]
     assert len(set(names)) == len(names)
     assert session.id not in names
     again = conversation.lineage(read(body_of(edited)), Recalled(session, 3))
     assert again.id == names[0]  # two workers that see the same fork name it alike
-    longer = conversation.lineage(read(body_of([*edited, *talk("a u")])), Recalled(session, 3))
-    assert longer.id == names[0]
     assert conversation.lineage(read(body_of(edited), explicit="id"), Recalled(session, 3)).id != names[0]
+    parent = replace(session, id=replace(session.id, lineage=names[0].lineage))
+    assert (
+        conversation.lineage(read(body_of(edited)), Recalled(parent, 3)).id != names[0]
+    )  # never its parent's own name
 
 
 @given(chats(), st.integers(0, 1000), st.integers(0, 1000))
 def test_what_a_checkpoint_covers_weighs_what_the_checkpoint_weighs(chat: Chat, one: int, other: int) -> None:
     found = read(chat.body)
     whole = conversation.weight(found, None)
-    request = found.request
-    assert whole == (len(request.head) + len(request.tail)) // 4 + sum(f.weight for f in (*found.preamble_facts, *found.facts))
+    rendered = sum(len(raw) for key, raw in chat.members if key in ("tools", "functions", "response_format"))
+    assert whole == rendered // 4 + sum(f.weight for f in (*found.preamble_facts, *found.facts))
     k = 1 + one % len(found.facts)
     from_ = other % k
     made = checkpoint(found, k, from_=from_)
@@ -155,7 +171,11 @@ def test_what_a_checkpoint_covers_weighs_what_the_checkpoint_weighs(chat: Chat, 
 def test_a_checkpoint_weighs_as_the_message_that_it_is() -> None:
     made = checkpoint(FIVE, 2)
     message = {"role": "user", "content": made.frame}
-    assert conversation.checkpoint_weight(made) == tokens.of_message(message) == fingerprint.facts(elements([message])[0]).weight
+    assert (
+        conversation.checkpoint_weight(made)
+        == tokens.of_message(message)
+        == fingerprint.facts(elements([message])[0]).weight
+    )
 
 
 def _turn(prompt: int | None, weight: int) -> Turn:
@@ -172,7 +192,9 @@ def _turn(prompt: int | None, weight: int) -> Turn:
         pytest.param(_session(FIVE, turn=_turn(4096, 30_000)), 0.5, id="cut silently"),
     ],
 )
-def test_the_factor_is_what_the_provider_counted_over_what_we_estimated(session: Session | None, expected: float) -> None:
+def test_the_factor_is_what_the_provider_counted_over_what_we_estimated(
+    session: Session | None, expected: float
+) -> None:
     assert conversation.factor(session) == expected
 
 

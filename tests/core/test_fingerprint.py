@@ -31,18 +31,24 @@ def _digest(text: bytes) -> bytes:
     [
         pytest.param(b'{"role":"user","content":"a"}', b'{"content":"a","role":"user"}', id="key order"),
         pytest.param(b'{"role":"user","content":"a"}', b'\n { "role" :\t"user", "content":"a"}\r\n', id="blanks"),
-        pytest.param(b'{"role":"user","content":"a/\xc3\xa9"}', b'{"role":"us\\u0065r","content":"a\\/\\u00e9"}', id="escapes"),
+        pytest.param(
+            b'{"role":"user","content":"a/\xc3\xa9"}', b'{"role":"us\\u0065r","content":"a\\/\\u00e9"}', id="escapes"
+        ),
         pytest.param(b'{"content":"\xf0\x9f\x98\x80"}', b'{"content":"\\ud83d\\uDE00"}', id="surrogate pair"),
         pytest.param(b'{"content":"a"}', b'{"content":[{"type":"text","text":"a"}]}', id="text as one part"),
         pytest.param(b'{"content":""}', b'{"content":[{"text":"","type":"text"}]}', id="empty text as one part"),
-        pytest.param(b'{"content":"a"}', b'{"content":"a","cache_control":{"type":"ephemeral"}}', id="mark on the message"),
+        pytest.param(
+            b'{"content":"a"}', b'{"content":"a","cache_control":{"type":"ephemeral"}}', id="mark on the message"
+        ),
         pytest.param(
             b'{"content":[{"type":"text","text":"a"},{"type":"x"}]}',
             b'{"content":[{"type":"text","text":"a"},{"type":"x","cache_control":{"ttl":"1h"}}]}',
             id="mark on a part",
         ),
         pytest.param(
-            b'{"content":"a"}', b'{"content":[{"type":"text","text":"a","cache_control":null}]}', id="marked part, plain text"
+            b'{"content":"a"}',
+            b'{"content":[{"type":"text","text":"a","cache_control":null}]}',
+            id="marked part, plain text",
         ),
     ],
 )
@@ -60,8 +66,12 @@ def test_equal_meaning(one: bytes, other: bytes) -> None:
         pytest.param(b'{"content":null}', b'{"content":""}', id="null and empty"),
         pytest.param(b'{"content":null}', b"{}", id="null and missing"),
         pytest.param(b'{"content":[]}', b'{"content":""}', id="no parts and empty"),
-        pytest.param(b'{"content":"ab"}', b'{"content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}', id="two parts"),
-        pytest.param(b'{"content":"a"}', b'{"content":[{"type":"text","text":"a","x":1}]}', id="a part with more in it"),
+        pytest.param(
+            b'{"content":"ab"}', b'{"content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}', id="two parts"
+        ),
+        pytest.param(
+            b'{"content":"a"}', b'{"content":[{"type":"text","text":"a","x":1}]}', id="a part with more in it"
+        ),
         pytest.param(b'{"content":"a"}', b'{"content":["a"]}', id="a bare text in a list"),
         pytest.param(b'{"x":1}', b'{"x":1.0}', id="1 and 1.0"),
         pytest.param(b'{"x":1.0}', b'{"x":1e0}', id="1.0 and 1e0"),
@@ -138,7 +148,11 @@ def _changed(value: Any) -> Any:
     return {None: False, True: False, False: None}.get(value, 0)
 
 
-@given(conversations(min_steps=1, max_steps=3, surrogates=True), st.integers(0, 10_000), st.sampled_from(("change", "delete", "add")))
+@given(
+    conversations(min_steps=1, max_steps=3, surrogates=True),
+    st.integers(0, 10_000),
+    st.sampled_from(("change", "delete", "add")),
+)
 def test_every_other_change_is_one_of_meaning(messages: list[Any], pick: int, how: str) -> None:
     assume(messages)
     message = messages[pick % len(messages)]
@@ -206,7 +220,13 @@ def test_every_other_change_is_one_of_meaning(messages: list[Any], pick: int, ho
     ],
 )  # fmt: skip
 def test_what_a_message_says(
-    element: dict[str, Any], role: str, calls: tuple[str, ...], answers: tuple[str, ...], opening: str, reasoning: bool, spliceable: bool
+    element: dict[str, Any],
+    role: str,
+    calls: tuple[str, ...],
+    answers: tuple[str, ...],
+    opening: str,
+    reasoning: bool,
+    spliceable: bool,
 ) -> None:
     found = facts(spelled(element))
     assert (found.role, found.calls, found.answers) == (role, calls, answers)
@@ -252,7 +272,7 @@ def test_the_digest_does_not_hang_on_how_deep_the_stack_is() -> None:
     assert below(400) == below(0) != fingerprint.byte_hash(element)
 
 
-@given(st.binary(max_size=40) | st.text("{}[]\",:\\ 0rolecntuser", max_size=40).map(str.encode))
+@given(st.binary(max_size=40) | st.text('{}[]",:\\ 0rolecntuser', max_size=40).map(str.encode))
 def test_no_bytes_make_it_raise(element: bytes) -> None:
     assert facts(element).byte_hash == fingerprint.byte_hash(element)
 
@@ -289,7 +309,9 @@ NAMES = st.text("abcdefghijklmnopqrstuvwxyz234567", max_size=4)
 
 
 @given(NAMES, NAMES, st.text(max_size=4), st.text(max_size=4), DIGESTS)
-def test_tenants_and_cache_salts_share_no_digest(tenant: str, other: str, salt: str, other_salt: str, digests: list[bytes]) -> None:
+def test_tenants_and_cache_salts_share_no_digest(
+    tenant: str, other: str, salt: str, other_salt: str, digests: list[bytes]
+) -> None:
     one = fingerprint.chain(fingerprint.start(tenant, salt), digests)
     two = fingerprint.chain(fingerprint.start(other, other_salt), digests)
     if (tenant, salt) == (other, other_salt):
@@ -304,7 +326,9 @@ def test_the_preamble_is_named_by_all_its_messages_in_order() -> None:
 
 
 @given(st.binary(min_size=1, max_size=64), st.text(), st.text())
-def test_a_tenants_name_tells_credentials_apart_and_needs_the_secret(secret: bytes, credential: str, other: str) -> None:
+def test_a_tenants_name_tells_credentials_apart_and_needs_the_secret(
+    secret: bytes, credential: str, other: str
+) -> None:
     name = fingerprint.tenant(secret, credential)
     assert SessionId.parse(f"{name}-{name}-{name}") == SessionId(name, name, name)
     assert (name == fingerprint.tenant(secret, other)) is (credential == other)
@@ -313,16 +337,38 @@ def test_a_tenants_name_tells_credentials_apart_and_needs_the_secret(secret: byt
 
 
 def test_names_depend_on_all_that_they_name() -> None:
-    divergence = b"d" * 16
-    assert len({fingerprint.lineage(*seed) for seed in (("r", "e", divergence), ("r", "", divergence), ("s", "e", divergence), ("r", "e", b"x"))}) == 4
-    assert fingerprint.lineage("r", "e", divergence) == fingerprint.lineage("r", "e", divergence)
-    assert len({fingerprint.checkpoint_id(*seed) for seed in (("s", 1, "t"), ("s", 2, "t"), ("s", 1, "u"), ("r", 1, "t"))}) == 4
+    prefix = b"p" * 16
+    seeds = [
+        ("r", "e", "p", prefix),
+        ("s", "e", "p", prefix),
+        ("r", "", "p", prefix),
+        ("r", "e", "", prefix),
+        ("r", "e", "p", b"x" * 16),
+    ]
+    assert len({fingerprint.lineage(*seed) for seed in seeds}) == len(seeds)
+    assert fingerprint.lineage(*seeds[0]) == fingerprint.lineage(*seeds[0])
+    assert (
+        len({fingerprint.checkpoint_id(*seed) for seed in (("s", 1, "t"), ("s", 2, "t"), ("s", 1, "u"), ("r", 1, "t"))})
+        == 4
+    )
     assert fingerprint.explicit("") == ""
     assert "ann@example.org" not in fingerprint.explicit("ann@example.org")
-    assert {len(fingerprint.explicit("x")), len(fingerprint.root(divergence)), len(fingerprint.lineage("r", "", b""))} == {16}
+    assert {
+        len(fingerprint.explicit("x")),
+        len(fingerprint.root(prefix)),
+        len(fingerprint.lineage("r", "", "", b"")),
+    } == {16}
 
 
-@pytest.mark.parametrize("name", [fingerprint.explicit, lambda v: fingerprint.start("t", v), lambda v: fingerprint.tenant(b"s", v), lambda v: fingerprint.checkpoint_id("s", 1, v)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        fingerprint.explicit,
+        lambda v: fingerprint.start("t", v),
+        lambda v: fingerprint.tenant(b"s", v),
+        lambda v: fingerprint.checkpoint_id("s", 1, v),
+    ],
+)
 def test_half_a_surrogate_pair_in_a_name_does_not_raise(name: Any) -> None:
     assert name("\ud800")
 

@@ -113,7 +113,7 @@ def test_an_object_with_a_key_twice_is_refused(value: dict[str, Any], seed: int,
         jsonslice.members(spelling.object([*members[:at], again, *members[at:]]).encode())
 
 
-@given(st.binary(max_size=60) | st.text("{}[]\",:\\ 0truefalsn1e.-", max_size=40).map(str.encode))
+@given(st.binary(max_size=60) | st.text('{}[]",:\\ 0truefalsn1e.-', max_size=40).map(str.encode))
 def test_any_bytes_are_refused_or_joined_again(text: bytes) -> None:
     try:
         found = jsonslice.members(text)

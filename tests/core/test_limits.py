@@ -24,7 +24,15 @@ from tests.core.build import limits
     ],
 )
 def test_the_documented_defaults(
-    window: int, soft: int, hard: int, summary: int, ledger: int, anchors: int, min_region: int, keep_recent: int, tail_cap: int
+    window: int,
+    soft: int,
+    hard: int,
+    summary: int,
+    ledger: int,
+    anchors: int,
+    min_region: int,
+    keep_recent: int,
+    tail_cap: int,
 ) -> None:
     found = limits(window)
     assert (found.soft, found.hard, found.summary) == (soft, hard, summary)
@@ -43,7 +51,9 @@ def test_the_documented_defaults(
         pytest.param({"hard_ratio": 0.8}, 24_000, 25_600, 4_000, id="the hard ratio"),
         pytest.param({"max_summary_tokens": 1000}, 24_000, 29_440, 1_000, id="a short summary"),
         pytest.param({"reasons": True}, 23_820, 23_820, 8_000, id="room for thoughts"),
-        pytest.param({"reasons": True, "max_summary_tokens": 1000}, 24_000, 28_820, 3_000, id="thoughts: twice the summary"),
+        pytest.param(
+            {"reasons": True, "max_summary_tokens": 1000}, 24_000, 28_820, 3_000, id="thoughts: twice the summary"
+        ),
     ],
 )
 def test_watermarks_and_output(keys: dict[str, int], soft: int, hard: int, output: int) -> None:
@@ -85,4 +95,6 @@ def test_at_the_hard_watermark_the_call_still_fits(found: Limits) -> None:
 
 @given(SIZES, st.integers(0, 3_000_000))
 def test_a_prompt_fits_with_its_instruction_and_answer(found: Limits, prompt: int) -> None:
-    assert found.fits(prompt) is (prompt + INSTRUCTION_TOKENS + found.summary + found.reasoning_room <= found.window.tokens)
+    assert found.fits(prompt) is (
+        prompt + INSTRUCTION_TOKENS + found.summary + found.reasoning_room <= found.window.tokens
+    )

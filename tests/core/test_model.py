@@ -31,7 +31,22 @@ def test_only_an_assumed_window_is_assumed() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "a-b", "a-b-c-d", "a--c", "-b-c", "a-b-", "a b-c-d", "a-b-ü", "a-b-c\n", "../x-b-c", "a-b-" + "c" * 33, "a*-b-c"]
+    "text",
+    [
+        "",
+        "a",
+        "a-b",
+        "a-b-c-d",
+        "a--c",
+        "-b-c",
+        "a-b-",
+        "a b-c-d",
+        "a-b-ü",
+        "a-b-c\n",
+        "../x-b-c",
+        "a-b-" + "c" * 33,
+        "a*-b-c",
+    ],
 )
 def test_what_has_not_the_form_of_an_id_is_none(text: str) -> None:
     assert SessionId.parse(text) is None

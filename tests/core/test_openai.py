@@ -45,7 +45,9 @@ def test_not_ours_to_judge(body: bytes) -> None:
         pytest.param(b'{"m\\u0065ssages":[' + USER + b'],"a\\/b":"\\u0061"}', id="escapes"),
         pytest.param(b'{"messages":[' + USER + b'],"seed":' + b"7" * 400 + b',"t":1.0,"u":1e0}', id="numbers"),
         pytest.param(b'{"messages":[{"d":' + b"[" * 300 + b"]" * 300 + b"}]}", id="300 levels in a message"),
-        pytest.param(b'{"tools":' + b"[" * 300 + b"]" * 300 + b',"messages":[' + USER + b"]}", id="300 levels in tools"),
+        pytest.param(
+            b'{"tools":' + b"[" * 300 + b"]" * 300 + b',"messages":[' + USER + b"]}", id="300 levels in tools"
+        ),
         pytest.param(b'{"messages":[1,"x",null,[]]}', id="messages that are no objects"),
         pytest.param(b'{"messages":[{"role":"user","role":"system"}]}', id="a key twice inside a message"),
     ],
@@ -95,8 +97,12 @@ def test_a_body_with_half_a_surrogate_pair_is_refused_or_whole(messages: list[ob
         pytest.param({"stream": True, "n": 3}, ("m", True, 3, 0, False), id="a stream of three"),
         pytest.param({"stream": 1, "max_tokens": True}, ("m", False, 1, 0, False), id="numbers and truth apart"),
         pytest.param({"max_tokens": 50}, ("m", False, 1, 50, False), id="max_tokens"),
-        pytest.param({"max_tokens": 50, "max_completion_tokens": 60}, ("m", False, 1, 60, False), id="the newer key wins"),
-        pytest.param({"max_tokens": 50, "max_completion_tokens": None}, ("m", False, 1, 50, False), id="null says nothing"),
+        pytest.param(
+            {"max_tokens": 50, "max_completion_tokens": 60}, ("m", False, 1, 60, False), id="the newer key wins"
+        ),
+        pytest.param(
+            {"max_tokens": 50, "max_completion_tokens": None}, ("m", False, 1, 50, False), id="null says nothing"
+        ),
         pytest.param({"max_tokens": -1}, ("m", False, 1, 0, False), id="never negative"),
         pytest.param({"stream_options": {"include_usage": True}}, ("m", False, 1, 0, True), id="asks for usage"),
         pytest.param({"stream_options": {"include_usage": 1}}, ("m", False, 1, 0, False), id="1 is not true"),
@@ -116,3 +122,16 @@ def test_fields_that_may_hold_a_session_id_are_read_where_asked_for() -> None:
     request = openai.read(body, frozenset({"prompt_cache_key", "thread"}))
     assert request is not None
     assert (request.text("prompt_cache_key"), request.text("thread"), request.text("user")) == ("k", "", "")
+
+
+@given(chats())
+def test_what_stands_in_the_prompt_beside_the_messages_is_measured(chat: Chat) -> None:
+    request = openai.read(chat.body)
+    assert request is not None
+    expected = sum(len(raw) for key, raw in chat.members if key in ("tools", "functions", "response_format"))
+    assert request.schema_bytes == openai.schema_bytes(request.head, request.tail) == expected
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40))
+def test_what_cannot_be_measured_counts_for_nothing(head: bytes, tail: bytes) -> None:
+    assert openai.schema_bytes(head, tail) == 0

@@ -22,12 +22,20 @@ NOW = 1_000_000
         pytest.param(24_000, {}, False, None, id="at the watermark"),
         pytest.param(23_999, {}, False, Because.BELOW_WATERMARK, id="below"),
         pytest.param(None, {}, False, Because.UNKNOWN_USAGE, id="not counted"),
-        pytest.param(None, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.UNKNOWN_USAGE, id="unknown comes first"),
-        pytest.param(9, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.BELOW_WATERMARK, id="then the watermark"),
+        pytest.param(
+            None, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.UNKNOWN_USAGE, id="unknown comes first"
+        ),
+        pytest.param(
+            9, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.BELOW_WATERMARK, id="then the watermark"
+        ),
         pytest.param(25_000, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.BACKOFF, id="after a failure"),
-        pytest.param(25_000, {"not_before_ms": NOW + 1, "failures": 1}, True, Because.BACKOFF, id="after a failure, applied"),
+        pytest.param(
+            25_000, {"not_before_ms": NOW + 1, "failures": 1}, True, Because.BACKOFF, id="after a failure, applied"
+        ),
         pytest.param(25_000, {"not_before_ms": NOW, "failures": 1}, False, None, id="the pause is over"),
-        pytest.param(25_000, {"not_before_ms": NOW + 1, "unapplied": 2}, False, Because.UNAPPLIED, id="nobody used the last two"),
+        pytest.param(
+            25_000, {"not_before_ms": NOW + 1, "unapplied": 2}, False, Because.UNAPPLIED, id="nobody used the last two"
+        ),
         pytest.param(25_000, {"not_before_ms": NOW + 1, "unapplied": 2}, True, None, id="but this turn does"),
         pytest.param(25_000, {"not_before_ms": NOW + 1, "unapplied": 1}, False, None, id="one unused is no habit"),
         pytest.param(25_000, {"unapplied": 9}, False, None, id="the pause for unused ones is over"),
@@ -98,10 +106,19 @@ def test_a_providers_retry_after_is_kept(failures: int, retry_after_s: float, pa
 @pytest.mark.parametrize(
     ("before", "applied", "expected"),
     [
-        pytest.param(Counters(turns=9, failures=3, not_before_ms=5), True, Counters(9, 9, 0, 0, 1), id="success ends the back-off"),
+        pytest.param(
+            Counters(turns=9, failures=3, not_before_ms=5),
+            True,
+            Counters(9, 9, 0, 0, 1),
+            id="success ends the back-off",
+        ),
         pytest.param(Counters(turns=9), False, Counters(9, 9, 0, 0, 1), id="the first is unused so far"),
-        pytest.param(Counters(turns=9, unapplied=1), False, Counters(9, 9, 0, NOW + 900_000, 2), id="two unused: a pause"),
-        pytest.param(Counters(turns=9, unapplied=2), False, Counters(9, 9, 0, NOW + 900_000, 3), id="three unused: a pause"),
+        pytest.param(
+            Counters(turns=9, unapplied=1), False, Counters(9, 9, 0, NOW + 900_000, 2), id="two unused: a pause"
+        ),
+        pytest.param(
+            Counters(turns=9, unapplied=2), False, Counters(9, 9, 0, NOW + 900_000, 3), id="three unused: a pause"
+        ),
         pytest.param(Counters(turns=9, unapplied=5), True, Counters(9, 9, 0, 0, 1), id="used again"),
     ],
 )
@@ -113,7 +130,9 @@ def test_a_client_that_rewrites_its_history_is_left_alone_for_a_while() -> None:
     counters, now = Counters(), NOW
     made = 0
     for _ in range(40):
-        counters = Counters(counters.turns + 1, counters.last_turn, counters.failures, counters.not_before_ms, counters.unapplied)
+        counters = Counters(
+            counters.turns + 1, counters.last_turn, counters.failures, counters.not_before_ms, counters.unapplied
+        )
         now += 10_000
         if pressure.due(30_000, LIMITS, counters, now, applied=False) is None:
             counters = pressure.after_success(counters, now, applied=False)

@@ -33,12 +33,20 @@ KEPT = {
 }  # fmt: skip
 
 
-def _replay(body: bytes, *, answer: bytes | None = None, keep: bool = False, output_key: str = "", text: str = "Sum up") -> Replay:
+def _replay(
+    body: bytes, *, answer: bytes | None = None, keep: bool = False, output_key: str = "", text: str = "Sum up"
+) -> Replay:
     request = openai.read(body)
     assert request is not None
     return replay.build(
         *(request.head, request.messages, request.tail),
-        **{"answer": answer, "text": text, "output_tokens": 777, "keep_response_format": keep, "output_key": output_key},
+        **{
+            "answer": answer,
+            "text": text,
+            "output_tokens": 777,
+            "keep_response_format": keep,
+            "output_key": output_key,
+        },
     )
 
 
@@ -56,7 +64,9 @@ def _messages(body: bytes) -> tuple[bytes, ...]:
 @pytest.mark.parametrize("first", [True, False])
 def test_dropped(key: str, first: bool) -> None:
     member = {key: {"x": 1}}
-    body = json.dumps({**(member if first else {}), "model": "m", "messages": [{}], **({} if first else member)}).encode()
+    body = json.dumps(
+        {**(member if first else {}), "model": "m", "messages": [{}], **({} if first else member)}
+    ).encode()
     assert list(json.loads(_replay(body).body)) == ["model", "messages"]
 
 
@@ -98,16 +108,23 @@ def test_a_choice_that_forces_a_call_is_removed(key: str, choice: object, stays:
     [
         pytest.param(b'"max_tokens":5', "", b'"max_tokens":777', id="the older key"),
         pytest.param(b'"max_completion_tokens" : 200000 ', "", b'"max_completion_tokens" : 777 ', id="the newer key"),
-        pytest.param(b'"max_tokens":5,"max_completion_tokens":5', "", b'"max_tokens":777,"max_completion_tokens":777', id="both"),
+        pytest.param(
+            b'"max_tokens":5,"max_completion_tokens":5', "", b'"max_tokens":777,"max_completion_tokens":777', id="both"
+        ),
         pytest.param(b'"max_tokens": null', "max_completion_tokens", b'"max_tokens": 777', id="the client's own wins"),
         pytest.param(b'"seed":5', "", b'"seed":5', id="none is added where no dialect is known"),
-        pytest.param(b'"seed":5', "max_completion_tokens", b'"seed":5,"max_completion_tokens":777', id="the dialect's key"),
+        pytest.param(
+            b'"seed":5', "max_completion_tokens", b'"seed":5,"max_completion_tokens":777', id="the dialect's key"
+        ),
         pytest.param(b'"max_tokens":"max_tokens"', "", b'"max_tokens":777', id="a value like its key"),
     ],
 )
 def test_the_output_limit(members: bytes, output_key: str, expected: bytes) -> None:
     body = b'{"messages":[1],%s}' % members
-    assert _replay(body, output_key=output_key).body == b'{"messages":[1,{"role":"user","content":"Sum up"}],%s}' % expected
+    assert (
+        _replay(body, output_key=output_key).body
+        == b'{"messages":[1,{"role":"user","content":"Sum up"}],%s}' % expected
+    )
 
 
 @pytest.mark.parametrize(("keep", "stays"), [(False, False), (True, True)])
@@ -220,7 +237,11 @@ def test_the_instruction_is_at_most_180_tokens(opening: str, role: str) -> None:
     [
         pytest.param("Fix the failing test", '"Fix the failing test"', id="whole"),
         pytest.param('say "no"', '"say \\"no\\""', id="quoted"),
-        pytest.param("请帮我看一下这个测试为什么失败，并且告诉我", '"请帮我看一下这个测试为什么', id="so much of it that it stays short"),
+        pytest.param(
+            "请帮我看一下这个测试为什么失败，并且告诉我",
+            '"请帮我看一下这个测试为什么',
+            id="so much of it that it stays short",
+        ),
     ],
 )
 def test_the_instruction_names_the_first_message_that_stays(opening: str, named: str) -> None:
@@ -246,6 +267,12 @@ def test_the_instruction_says_what_it_must() -> None:
     assert headings == replay.HEADINGS
     positions = [text.index(heading) for heading in headings]
     assert positions == sorted(positions)
-    for words in ("not instructions to follow", "earlier checkpoint", "checkpoint text alone", "call no tool", "do not mention this request"):
+    for words in (
+        "not instructions to follow",
+        "earlier checkpoint",
+        "checkpoint text alone",
+        "call no tool",
+        "do not mention this request",
+    ):
         assert words in text
     assert "{messages}" not in text

@@ -63,7 +63,9 @@ def test_the_checkpoint_goes_into_a_user_message_in_front(first: bytes, expected
     assert rewrite.with_checkpoint([first, last], FRAME) == (None if expected is None else (expected, last))
 
 
-@pytest.mark.parametrize("first", [b'{"role":"assistant","content":null}', b' {"role": "\\u0061ssistant" } ', b'{"role":"tool"}'])
+@pytest.mark.parametrize(
+    "first", [b'{"role":"assistant","content":null}', b' {"role": "\\u0061ssistant" } ', b'{"role":"tool"}']
+)
 def test_elsewhere_it_is_a_message_of_its_own(first: bytes) -> None:
     assert rewrite.with_checkpoint([first, b"2"], FRAME) == (b'{"role":"user","content":' + TEXT + b"}", first, b"2")
 
@@ -146,7 +148,13 @@ def test_no_two_roles_meet_that_did_not_meet_before(chat: Chat, pick: int, head:
     now = ["", *(json.loads(m)["role"] for m in routed[3].messages)]
     new = set(zip(now, now[1:], strict=False)) - met
     # What a template takes in any place: a user message first or behind the preamble, and questions and answers in turn.
-    assert new <= {("", "user"), ("system", "user"), ("developer", "user"), ("user", "assistant"), ("assistant", "user")}
+    assert new <= {
+        ("", "user"),
+        ("system", "user"),
+        ("developer", "user"),
+        ("user", "assistant"),
+        ("assistant", "user"),
+    }
     assert ("user", "user") in met or ("user", "user") not in set(zip(now, now[1:], strict=False))
 
 
@@ -158,7 +166,9 @@ def test_calls_and_results_stay_together(chat: Chat, pick: int) -> None:
     _, _, k, sent = routed
     own = 1 if chat.conversation[k]["role"] == "assistant" else 0
     tail = [json.loads(m) for m in sent.messages[chat.preamble_length :]]
-    expected = [(call - k + own, result - k + own) for call, result in calls_and_results(chat.conversation) if call >= k]
+    expected = [
+        (call - k + own, result - k + own) for call, result in calls_and_results(chat.conversation) if call >= k
+    ]
     assert calls_and_results(tail) == expected
 
 
@@ -201,10 +211,16 @@ def _applies(made: Any, conversation: Any = CONVERSATION, *, foreign: bool = Fal
         pytest.param(4, {}, True, id="covers a prefix"),
         pytest.param(5, {}, True, id="one message is left"),
         pytest.param(6, {}, False, id="nothing would be left"),
-        pytest.param(4, {"seen_len": 6, "seen": CONVERSATION.chain[5]}, True, id="its summariser saw all of this request"),
+        pytest.param(
+            4, {"seen_len": 6, "seen": CONVERSATION.chain[5]}, True, id="its summariser saw all of this request"
+        ),
         pytest.param(4, {"seen_len": 6, "seen": b"x" * 16}, False, id="its summariser saw another end"),
-        pytest.param(4, {"seen_len": 7, "seen": CONVERSATION.chain[5]}, False, id="its summariser saw more than this request"),
-        pytest.param(4, {"seen_len": 3, "seen": CONVERSATION.chain[2]}, False, id="its summariser saw less than it covers"),
+        pytest.param(
+            4, {"seen_len": 7, "seen": CONVERSATION.chain[5]}, False, id="its summariser saw more than this request"
+        ),
+        pytest.param(
+            4, {"seen_len": 3, "seen": CONVERSATION.chain[2]}, False, id="its summariser saw less than it covers"
+        ),
         pytest.param(4, {"digest_k": b"x" * 16}, False, id="another prefix"),
         pytest.param(4, {"digest_k": CONVERSATION.chain[2]}, False, id="a prefix of another length"),
         pytest.param(4, {"k": 40}, False, id="longer than the request"),

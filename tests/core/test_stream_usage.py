@@ -56,7 +56,9 @@ def test_asking_keeps_every_other_member_and_its_place(chat: Chat) -> None:
     found = {m.key: m.raw for m in jsonslice.members(asked)}
     assert list(found) == [*before, "stream_options"]
     last = list(before)[-1]
-    assert {k: raw for k, raw in found.items() if k not in (last, "stream_options")} == {k: raw for k, raw in before.items() if k != last}
+    assert {k: raw for k, raw in found.items() if k not in (last, "stream_options")} == {
+        k: raw for k, raw in before.items() if k != last
+    }
     assert found[last] == before[last].rstrip()
     request, original = openai.read(asked), openai.read(chat.body)
     assert request is not None
@@ -70,7 +72,9 @@ def test_asking_keeps_every_other_member_and_its_place(chat: Chat) -> None:
 @given(chats(), DAMAGE)
 def test_no_damage_makes_it_raise(chat: Chat, damage: tuple[int, bytes]) -> None:
     asked = stream_usage.asking(damaged(chat.body, *damage))
-    assert asked is None or json.loads(asked.decode("utf-8", "surrogateescape"))["stream_options"]["include_usage"] is True
+    assert (
+        asked is None or json.loads(asked.decode("utf-8", "surrogateescape"))["stream_options"]["include_usage"] is True
+    )
 
 
 def _passed(parts: Sequence[bytes]) -> bytes:
@@ -118,7 +122,9 @@ def test_what_is_withheld(event: bytes, ending: bytes) -> None:
     assert _passed([event, done]) == done
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from((*PASSING, *PASSING, *WITHHELD)), st.sampled_from((b"\n", b"\r\n", b"\r"))), max_size=8)
+EVENTS = st.lists(
+    st.tuples(st.sampled_from((*PASSING, *PASSING, *WITHHELD)), st.sampled_from((b"\n", b"\r\n", b"\r"))), max_size=8
+)
 
 
 @given(EVENTS, st.sampled_from((b"", b"data: [DONE]", b'data: {"choices":[],"usage":{}}', b": p", b"\n")), st.data())
@@ -129,7 +135,11 @@ def test_any_cut_lets_the_same_pass(found: list[tuple[bytes, bytes]], end: bytes
     assert _passed(data.draw(pieces(stream))) == expected
 
 
-@given(st.binary(max_size=60) | st.lists(st.sampled_from((b"data:", b"\n", b"\r", b'{"choices":[]', b',"usage":{}', b"}", b" "))).map(b"".join), st.data())
+@given(
+    st.binary(max_size=60)
+    | st.lists(st.sampled_from((b"data:", b"\n", b"\r", b'{"choices":[]', b',"usage":{}', b"}", b" "))).map(b"".join),
+    st.data(),
+)
 def test_any_bytes_pass_or_are_a_usage_event(stream: bytes, data: st.DataObject) -> None:
     passed = _passed(data.draw(pieces(stream)))
     if b'"usage"' not in stream:
