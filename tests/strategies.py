@@ -67,19 +67,19 @@ class Spelling:
         if isinstance(value, str):
             return self._string(value)
         if isinstance(value, dict):
-            return self.object([(key, self.value(inner)) for key, inner in self._ordered(value)])
+            return self.members([(key, self.value(inner)) for key, inner in self._ordered(value)])
         if isinstance(value, list):
-            return self.list([self.value(inner) for inner in value])
+            return self.elements([self.value(inner) for inner in value])
         return json.dumps(value)
 
-    def object(self, members: Sequence[tuple[str, str]]) -> str:
+    def members(self, members: Sequence[tuple[str, str]]) -> str:
         """An object of members whose values are spelled already."""
         spelled = (
             f"{self.blank()}{self._string(key)}{self.blank()}:{self.blank()}{raw}{self.blank()}" for key, raw in members
         )
         return "{" + (",".join(spelled) or self.blank()) + "}"
 
-    def list(self, elements: Sequence[str]) -> str:
+    def elements(self, elements: Sequence[str]) -> str:
         """A list of elements that are spelled already."""
         return "[" + (",".join(f"{self.blank()}{raw}{self.blank()}" for raw in elements) or self.blank()) + "]"
 
@@ -342,7 +342,7 @@ def conversations(*, min_steps: int = 1, max_steps: int = 8, surrogates: bool = 
     return st.builds(build, steps, st.integers(0, 2**32 - 1), st.lists(st.text(max_size=12), max_size=2))
 
 
-PREAMBLES = st.sampled_from(
+PREAMBLES: st.SearchStrategy[list[Message]] = st.sampled_from(
     (
         [],
         [{"role": "system", "content": "You write code. It is 12:00:01."}],
@@ -360,7 +360,8 @@ def chats(draw: st.DrawFn, *, min_steps: int = 1, max_steps: int = 8) -> Chat:
     while messages and messages[0]["role"] in ("system", "developer"):
         messages = messages[1:]
     messages = messages or [{"role": "user", "content": "Hello"}]
-    return chat([*(preamble := draw(PREAMBLES)), *messages], len(preamble), draw(SEEDS))
+    preamble = draw(PREAMBLES)
+    return chat([*preamble, *messages], len(preamble), draw(SEEDS))
 
 
 def chat(messages: Sequence[Any], preamble_length: int, seed: int) -> Chat:
@@ -373,10 +374,10 @@ def chat(messages: Sequence[Any], preamble_length: int, seed: int) -> Chat:
         random.shuffle(keys)
     keys.insert(random.randint(0, len(keys)) if seed else len(keys), "messages")
     members = [
-        (key, spelling.list(elements) if key == "messages" else spelling.value(random.choice(MEMBERS[key])))
+        (key, spelling.elements(elements) if key == "messages" else spelling.value(random.choice(MEMBERS[key])))
         for key in keys
     ]
-    body = spelling.blank() + spelling.object(members) + spelling.blank()
+    body = spelling.blank() + spelling.members(members) + spelling.blank()
     return Chat(
         body.encode(),
         preamble_length,

@@ -38,7 +38,7 @@ input_usd_per_mtok = 2.5
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("WARMFOLD_")]:  # noqa: TID251
+    for name in [name for name in os.environ if name.startswith("WARMFOLD_")]:
         monkeypatch.delenv(name)
 
 

@@ -127,6 +127,7 @@ def test_cached_is_never_above_the_prompt_whatever_chunk_it_came_with() -> None:
     assert read_stream(_sse(*chunks[::-1]), want_text=False).usage == Usage(10, None, 10)
 
 
+SECOND = {"choices": [{"index": 1, "delta": {"content": "b"}}]}
 TOOL = [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]
 
 
@@ -151,7 +152,7 @@ TOOL = [{"index": 0, "id": "a", "function": {"name": "f", "arguments": "{}"}}]
         pytest.param([_delta("a", delta={"tool_calls": []}, finish="stop")], True, True, "stop", "a", False, id="no calls said aloud"),
         pytest.param([_delta(delta={"function_call": {"name": "f"}}, finish="function_call")], True, True, "function_call", None, False, id="a legacy call"),
         pytest.param([_delta("a", delta={"refusal": "No"}, finish="stop")], True, True, "stop", None, False, id="a refusal"),
-        pytest.param([_delta("a"), {"choices": [{"index": 1, "delta": {"content": "b"}}]}, _delta(finish="stop")], True, True, "stop", None, False, id="two choices"),
+        pytest.param([_delta("a"), SECOND, _delta(finish="stop")], True, True, "stop", None, False, id="two choices"),
         pytest.param([_delta(delta={"content": [{"type": "thinking"}]}), _delta("a", finish="stop")], True, True, "stop", None, False, id="content in parts"),
         pytest.param([_delta(""), _delta(finish="stop")], True, True, "stop", "", False, id="an empty answer"),
         pytest.param([_delta(delta={"content": None}), _delta(finish="stop")], True, True, "stop", None, False, id="content null"),
@@ -167,6 +168,9 @@ def test_a_stream(
     assert (found.complete, found.finish, found.text, found.failed) == (complete, finish, text, failed)
     without = read_stream(_sse(*chunks, done=done), want_text=False)
     assert without == replace(found, text=None, reasoning=None)
+
+
+FAILED = Answer(Usage(), complete=False, finish="", text="x", reasoning=None, failed=True)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +194,8 @@ def test_a_stream(
         pytest.param(b'{"choices":[{"message":{"content":"x","refusal":"no"}}]}', replace(UNREAD, complete=True), id="a refusal"),
         pytest.param(b'{"choices":[{"message":{"content":[]}}]}', replace(UNREAD, complete=True), id="parts"),
         pytest.param(b'{"choices":[{"message":{"content":"x"}},{"message":{"content":"y"}}]}', replace(UNREAD, complete=True), id="two choices"),
-        pytest.param(b'{"choices":[{"message":{"content":"x"},"finish_reason":"error"}]}', Answer(Usage(), False, "error", "x", None, True), id="finish says error"),
-        pytest.param(b'{"choices":[{"message":{"content":"x"},"error":{"code":502}}]}', Answer(Usage(), False, "", "x", None, True), id="an error in the choice"),
+        pytest.param(b'{"choices":[{"message":{"content":"x"},"finish_reason":"error"}]}', replace(FAILED, finish="error"), id="finish says error"),
+        pytest.param(b'{"choices":[{"message":{"content":"x"},"error":{"code":502}}]}', FAILED, id="an error in the choice"),
     ],
 )  # fmt: skip
 def test_a_whole_answer(body: bytes, expected: Answer) -> None:
@@ -340,8 +344,11 @@ def test_a_gzip_that_breaks_off_is_read_as_far_as_it_came() -> None:
     assert not _tapped(packed[: len(packed) // 2], encoding="gzip").complete
 
 
+FRAGMENTS = (b"data:", b"\n", b"\r", b'{"choices":[', b"{}", b"]}", b'"usage":', b"1", b"[DONE]", b" ")
+
+
 @given(
-    st.binary(max_size=200) | st.lists(st.sampled_from((b"data:", b"\n", b"\r", b'{"choices":[', b"{}", b"]}", b'"usage":', b"1", b"[DONE]", b" "))).map(b"".join),
+    st.binary(max_size=200) | st.lists(st.sampled_from(FRAGMENTS)).map(b"".join),
     st.sampled_from((SSE, "application/json", "", "text/plain")),
     st.sampled_from(("", "identity", "gzip", "deflate", "br", "gzip,gzip")),
     st.booleans(),
@@ -358,12 +365,15 @@ def test_no_damage_makes_it_raise(answer: dict[str, Any], damage: tuple[int, byt
     assert isinstance(_tapped(data, kind=kind, encoding="gzip" if zipped else ""), Answer)
 
 
+KEYS = (
+    *("choices", "usage", "delta", "content", "index", "error", "finish_reason", "x_groq", "timings"),
+    *("prompt_tokens", "cached_tokens", "input_tokens", "prompt_tokens_details"),
+)
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 200) | st.sampled_from(("stop", "error", "x", "")),
-    lambda v: st.lists(v, max_size=2)
-    | st.dictionaries(st.sampled_from(("choices", "usage", "delta", "content", "prompt_tokens", "cached_tokens", "input_tokens", "index", "error", "x_groq", "timings", "prompt_tokens_details", "finish_reason")), v, max_size=4),
+    lambda v: st.lists(v, max_size=2) | st.dictionaries(st.sampled_from(KEYS), v, max_size=4),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(st.lists(JSON, max_size=3))

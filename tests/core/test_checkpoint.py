@@ -216,16 +216,18 @@ def _make(
     text: str, region_tokens: int, *, factor: float = 1.0, anyway: bool = False, ledger: tuple[Said, ...] = ()
 ) -> Checkpoint | Rejected:
     return checkpoint.make(
-        *(Summary(text), REF),
-        **{
-            "session": "t-r-l",
-            "ledger": ledger,
-            "anchors": (),
-            "region_tokens": region_tokens,
-            "factor": factor,
-            "model": "m",
-        },
-        **{"scope": Scope.WARM, "strategy": "replay", "made_at_ms": 7, "anyway": anyway},
+        Summary(text),
+        REF,
+        session="t-r-l",
+        ledger=ledger,
+        anchors=(),
+        region_tokens=region_tokens,
+        factor=factor,
+        model="m",
+        scope=Scope.WARM,
+        strategy="replay",
+        made_at_ms=7,
+        anyway=anyway,
     )
 
 

@@ -20,18 +20,21 @@ from tests.strategies import Chat, chats
 def _session(of: Conversation, *, explicit: str = "", turn: Turn | None = None, **keys: Any) -> Session:
     """A session whose last turn was this request."""
     entries = tuple(Entry(chain, fact.byte_hash) for chain, fact in zip(of.chain, of.facts, strict=True))
-    given: dict[str, Any] = {
-        "id": SessionId(of.query.tenant, of.query.root, "lineage"),
-        **{
-            "explicit": explicit,
-            "turn": turn,
-            "entries": entries,
-            "bodies_from": 0,
-            "counters": Counters(turns=7, failures=2),
-        },
-        **{"version": 3, "generation": 1, "checkpoints": (), "pending": None, "touched_ms": 0, "created_ms": 0},
-    }
-    return Session(**{**given, **keys})
+    session = Session(
+        id=SessionId(of.query.tenant, of.query.root, "lineage"),
+        explicit=explicit,
+        turn=turn,
+        entries=entries,
+        bodies_from=0,
+        counters=Counters(turns=7, failures=2),
+        version=3,
+        generation=1,
+        checkpoints=(),
+        pending=None,
+        touched_ms=0,
+        created_ms=0,
+    )
+    return replace(session, **keys)
 
 
 @given(chats())

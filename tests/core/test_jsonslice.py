@@ -110,7 +110,7 @@ def test_an_object_with_a_key_twice_is_refused(value: dict[str, Any], seed: int,
     again = (key, data.draw(st.sampled_from((raw, "1", "null", '"x"'))))
     at = data.draw(st.integers(0, len(members)))
     with pytest.raises(NotSliceable):
-        jsonslice.members(spelling.object([*members[:at], again, *members[at:]]).encode())
+        jsonslice.members(spelling.members([*members[:at], again, *members[at:]]).encode())
 
 
 @given(st.binary(max_size=60) | st.text('{}[]",:\\ 0truefalsn1e.-', max_size=40).map(str.encode))

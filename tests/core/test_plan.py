@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -367,7 +368,7 @@ def test_any_region_that_was_asked_for_and_is_taken_keeps_pairs_and_roles(
     assert routed.applied is not None
     roles = [m["role"] for m in chat.conversation]
     now = [json.loads(m)["role"] for m in routed.messages[chat.preamble_length :]]
-    new = set(zip(now, now[1:], strict=False)) - set(zip(roles, roles[1:], strict=False))
+    new = set(pairwise(now)) - set(pairwise(roles))
     assert new <= {("assistant", "user"), ("user", "assistant")}
 
 

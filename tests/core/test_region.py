@@ -112,15 +112,15 @@ def _choose(
     each = [sizes] * len(facts) if isinstance(sizes, int) else sizes
     assert len(each) == len(facts)
     return region.choose(
-        *(facts, each, limits(window, **keys)),
-        **{
-            "offset": offset,
-            "from_": from_,
-            "replaced_tokens": replaced,
-            "latest": latest,
-            "anyway": anyway,
-            "fixed": fixed,
-        },
+        facts,
+        each,
+        limits(window, **keys),
+        offset=offset,
+        from_=from_,
+        replaced_tokens=replaced,
+        latest=latest,
+        anyway=anyway,
+        fixed=fixed,
     )
 
 
@@ -129,16 +129,16 @@ def _choose(
     [
         pytest.param("u a u a u a u a", 200, {}, Region(0, 4, 800, 800), id="two user turns stay"),
         pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 1, "keep_recent_tokens": 0}, Region(0, 6, 1200, 400), id="one user turn stays"),
-        pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 0, "keep_recent_tokens": 0}, Region(0, 6, 1200, 400), id="none has to, a user message is the place"),
+        pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 0, "keep_recent_tokens": 0}, Region(0, 6, 1200, 400), id="a good place"),
         pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 1, "keep_recent_tokens": 700}, Region(0, 4, 800, 800), id="tokens ask for more than turns"),
         pytest.param("u a u a u a u a", 500, {}, Region(0, 6, 3000, 1000), id="turns ask for more than a quarter of the window"),
         pytest.param("u a u a u a u a", 300, {}, Region(0, 6, 1800, 600), id="then not ending on a user message either"),
         pytest.param("u a:x t:x a:y t:y a:z t:z", 300, {}, Region(0, 5, 1500, 600), id="inside one long user turn"),
-        pytest.param("u a:x t:x a:y t:y a:z t:z a", 200, {"keep_recent_turns": 0, "keep_recent_tokens": 500}, Region(0, 5, 1000, 600), id="grown to the next boundary"),
-        pytest.param("u a:x t:x u a:y t:y", [200, 200, 200, 100, 100, 2000], {}, Region(0, 3, 600, 2200), id="a newest group that is larger alone, with its question"),
+        pytest.param("u a:x t:x a:y t:y a:z t:z a", 200, {"keep_recent_turns": 0, "keep_recent_tokens": 500}, Region(0, 5, 1000, 600), id="grown"),
+        pytest.param("u a:x t:x u a:y t:y", [200, 200, 200, 100, 100, 2000], {}, Region(0, 3, 600, 2200), id="with its question"),
         pytest.param("u a:x t:x a:y t:y", [200, 200, 200, 100, 2000], {}, Region(0, 3, 600, 2100), id="a newest group that is larger alone"),
         pytest.param("u a u u u a", 200, {"keep_recent_turns": 1, "keep_recent_tokens": 0}, Region(0, 2, 400, 800), id="not between two user messages"),
-        pytest.param("u a u u u a", [300, 300, 300, 300, 300, 200], {"keep_recent_turns": 1, "keep_recent_tokens": 0}, Region(0, 4, 1200, 500), id="but rather there than a tail too large"),
+        pytest.param("u a u u u a", [300] * 5 + [200], {"keep_recent_turns": 1, "keep_recent_tokens": 0}, Region(0, 4, 1200, 500), id="but no tail too large"),
         pytest.param("u u u", 300, {}, Region(0, 1, 300, 600), id="ends on a user message where nothing else is"),
         pytest.param("u u a", 300, {}, Region(0, 1, 300, 600), id="ends on a user message before an answer where nothing else is"),
         pytest.param("u a:x u a u a u a u a", 200, {}, Region(0, 6, 1200, 800), id="an old call that nobody answered"),
@@ -185,7 +185,7 @@ def test_not_worth_it(notation: str, sizes: list[int] | int, keys: dict[str, Any
         pytest.param({"from_": 4}, Region(4, 6, 400, 400), id="a kept head beyond the best cut"),
     ],
 )
-def test_choose_behind_a_head_or_a_checkpoint(keys: dict[str, int], expected: Region) -> None:
+def test_choose_behind_a_head_or_a_checkpoint(keys: dict[str, Any], expected: Region) -> None:
     assert _choose("u a u a u a u a", 200, **keys) == expected
 
 
@@ -303,8 +303,7 @@ def test_a_question_is_not_parted_from_its_answer_where_the_run_has_another_boun
 def test_what_was_never_sent_is_covered_only_where_nothing_else_can_be(messages: list[Any], latest: int) -> None:
     facts = facts_of(messages)
     found = region.choose(
-        *(facts, [100] * len(facts), limits(2_000)),
-        **{"offset": 0, "from_": 0, "replaced_tokens": 0, "latest": latest, "anyway": True},
+        facts, [100] * len(facts), limits(2_000), offset=0, from_=0, replaced_tokens=0, latest=latest, anyway=True
     )
     cuts = region.legal_cuts(facts)
     if isinstance(found, Region) and any(c <= latest for c in cuts):

@@ -39,14 +39,14 @@ def _replay(
     request = openai.read(body)
     assert request is not None
     return replay.build(
-        *(request.head, request.messages, request.tail),
-        **{
-            "answer": answer,
-            "text": text,
-            "output_tokens": 777,
-            "keep_response_format": keep,
-            "output_key": output_key,
-        },
+        request.head,
+        request.messages,
+        request.tail,
+        answer=answer,
+        text=text,
+        output_tokens=777,
+        keep_response_format=keep,
+        output_key=output_key,
     )
 
 
@@ -176,8 +176,13 @@ def test_a_replay_may_stop_at_any_message(chat: Chat, pick: int) -> None:
     assert request is not None
     length = pick % (len(request.messages) + 1)
     made = replay.build(
-        *(request.head, request.messages[:length], request.tail),
-        **{"answer": None, "text": "Sum up", "output_tokens": 1, "keep_response_format": False},
+        request.head,
+        request.messages[:length],
+        request.tail,
+        answer=None,
+        text="Sum up",
+        output_tokens=1,
+        keep_response_format=False,
     )
     assert _messages(made.body)[:-1] == request.messages[:length]
     assert json.loads(_messages(made.body)[-1]) == {"role": "user", "content": "Sum up"}
@@ -209,8 +214,8 @@ def _visible(opening: str, role: str = "assistant") -> Facts:
 
 OPENINGS = [
     pytest.param("I would like you to look at the failing test in tests/core/te", id="english"),
-    pytest.param("请帮我看一下这个测试为什么失败，并且告诉我应该怎么修改代码才能通过，谢谢你的帮助，另外请把结果写成表格的形式发给我看看，可以吗？", id="chinese"),
-    pytest.param("このテストがなぜ失敗するのかを調べて、どのようにコードを直せばよいのかを教えてください。結果は表の形でまとめてください。お願いします。", id="japanese"),
+    pytest.param("请帮我看一下这个测试为什么失败，并且告诉我应该怎么修改代码才能通过。" * 2, id="chinese"),
+    pytest.param("このテストがなぜ失敗するのかを調べて、コードの直し方を教えてください。" * 2, id="japanese"),
     pytest.param("Посмотри, пожалуйста, почему не проходит этот тест, и скажи, что исправить", id="russian"),
     pytest.param("😀🚀🎉👍🔥" * 12, id="emoji"),
     pytest.param("👩‍👩‍👧‍👦" * 10, id="joined emoji"),

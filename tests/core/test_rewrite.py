@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core import openai, region, rewrite
-from proxy.core.model import Recalled
+from proxy.core.model import Checkpoint, Recalled
 from proxy.core.rewrite import Routed
 from tests.core.build import body_of, calls_and_results, checkpoint, read, talk
 from tests.strategies import Chat, chats
@@ -81,7 +82,7 @@ def test_a_text_is_always_the_same_json(text: str) -> None:
     assert json.loads(encoded) == text.encode("utf-8", "replace").decode()
 
 
-def _route(chat: Chat, pick: int, head: int = 0) -> tuple[Any, int, int, Routed] | None:
+def _route(chat: Chat, pick: int, head: int = 0) -> tuple[Checkpoint, int, int, Routed] | None:
     """A request routed with a checkpoint at one of its legal cuts."""
     conversation = read(chat.body)
     from_ = region.keep_head(conversation.facts, head)
@@ -144,9 +145,9 @@ def test_no_two_roles_meet_that_did_not_meet_before(chat: Chat, pick: int, head:
     if routed is None:
         return
     roles = ["", *(m["role"] for m in chat.messages)]
-    met = set(zip(roles, roles[1:], strict=False))
+    met = set(pairwise(roles))
     now = ["", *(json.loads(m)["role"] for m in routed[3].messages)]
-    new = set(zip(now, now[1:], strict=False)) - met
+    new = set(pairwise(now)) - met
     # What a template takes in any place: a user message first or behind the preamble, and questions and answers in turn.
     assert new <= {
         ("", "user"),
@@ -155,7 +156,7 @@ def test_no_two_roles_meet_that_did_not_meet_before(chat: Chat, pick: int, head:
         ("user", "assistant"),
         ("assistant", "user"),
     }
-    assert ("user", "user") in met or ("user", "user") not in set(zip(now, now[1:], strict=False))
+    assert ("user", "user") in met or ("user", "user") not in set(pairwise(now))
 
 
 @given(LONG_CHATS, PICK)

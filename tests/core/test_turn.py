@@ -363,7 +363,7 @@ THINKING = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
         pytest.param("u a", {}, {}, None, id="a prefill"),
         pytest.param("u a:x t:x", {}, {}, {"role": "assistant", "content": "Done."}, id="behind a tool result"),
         pytest.param("u", {}, {"reasoning": "hm"}, {"role": "assistant", "content": "Done."}, id="thoughts that the client does not send back"),
-        pytest.param([THINKING, *talk("u")], {}, {"reasoning": "so"}, {"role": "assistant", "content": "Done.", "reasoning_content": "so"}, id="thoughts that it does"),
+        pytest.param([THINKING, *talk("u")], {}, {"reasoning": "so"}, {"role": "assistant", "content": "Done.", "reasoning_content": "so"}, id="that it does"),
         pytest.param([THINKING, *talk("u")], {}, {}, {"role": "assistant", "content": "Done."}, id="no thoughts this time"),
     ],
 )  # fmt: skip

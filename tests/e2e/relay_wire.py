@@ -150,7 +150,7 @@ class RawUpstream:
         return f"http://127.0.0.1:{self.port}/v1"
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self.serve(reader, writer))  # noqa: TID251
+        task = asyncio.create_task(self.serve(reader, writer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 

@@ -222,7 +222,7 @@ async def test_a_client_that_does_not_read_stops_the_upstream() -> None:
         await exchange.send(b"HTTP/1.1 200 OK\r\nContent-Length: 10000000000\r\n\r\n")
         while True:
             exchange.writer.write(piece)
-            drained = asyncio.ensure_future(exchange.writer.drain())  # noqa: TID251
+            drained = asyncio.ensure_future(exchange.writer.drain())
             done, _ = await asyncio.wait({drained}, timeout=0.5)
             if not done:
                 stuck.set()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.relay_wire import Exchange, ask, on_uvloop, pair
 
-FOLDER = Path(os.environ.get("WARMFOLD_WIRE", Path(__file__).parents[2] / "../shared/wire"))  # noqa: TID251
+FOLDER = Path(os.environ.get("WARMFOLD_WIRE", Path(__file__).parents[2] / "../shared/wire"))
 FRAMING = {"content-length", "transfer-encoding", "connection", "keep-alive"}
 CUT = 37  # bytes a chunk: no boundary of an event, a character or a gzip block falls on it for long
 

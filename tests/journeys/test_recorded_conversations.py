@@ -164,4 +164,4 @@ async def test_streaming_in_both_moments_and_scopes(name: str, when: str, scope:
 @pytest.mark.parametrize("name", recorded.names())
 async def test_every_recorded_conversation(name: str, when: str, tmp_path: Path) -> None:
     figures = await _play(name, tmp_path, stream=when == "next_turn", when=when)
-    print(name, when, figures)
+    print(f"{name} {when}: {figures}")  # noqa: T201  # the figures are what this command is run for

@@ -90,7 +90,7 @@ async def _storm(url: str) -> None:
 
 async def _cut_short(call: Coroutine[Any, Any, None], chance: random.Random) -> None:
     """Run a call; two times in three cancel it after a while, and at times again at once, as a deadline and a client's leaving may."""
-    task = asyncio.ensure_future(call)  # noqa: TID251
+    task = asyncio.ensure_future(call)
     if chance.random() < 2 / 3:
         await asyncio.wait([task], timeout=chance.random() * 0.004)
         for _ in range(chance.randint(1, 3)):

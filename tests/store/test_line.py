@@ -145,7 +145,7 @@ async def test_more_turns_than_may_wait_are_dropped_and_counted(url: str, monkey
         store = await open_store(Settings(gate.url, timeout_ms=1000), troubles)
         gate.stall()
         turns = [replace(client, lineage=f"lineage{i}").saved() for i in range(200)]
-        saving = [asyncio.ensure_future(store.save(turn)) for turn in turns]  # noqa: TID251
+        saving = [asyncio.ensure_future(store.save(turn)) for turn in turns]
         await asyncio.sleep(0)
         gate.flow()
         stored = await asyncio.gather(*saving)
@@ -162,7 +162,7 @@ async def test_close_writes_what_waits(url: str, store: Store) -> None:
     client = Client(talk(3))
     leaving = await open_store(Settings(url), Troubles())
     turns = [replace(client, lineage=f"lineage{i}") for i in range(50)]
-    saving = [asyncio.ensure_future(leaving.save(turn.saved())) for turn in turns]  # noqa: TID251
+    saving = [asyncio.ensure_future(leaving.save(turn.saved())) for turn in turns]
     await asyncio.sleep(0)
     await leaving.close()
     assert await asyncio.gather(*saving) == [True] * 50
@@ -172,7 +172,7 @@ async def test_close_writes_what_waits(url: str, store: Store) -> None:
 
 async def test_a_caller_that_gives_up_does_not_stop_the_writing(store: Store) -> None:
     client = Client(talk(3))
-    saving = asyncio.ensure_future(store.save(client.saved()))  # noqa: TID251
+    saving = asyncio.ensure_future(store.save(client.saved()))
     await asyncio.sleep(0)
     saving.cancel()
     await asyncio.wait([saving])

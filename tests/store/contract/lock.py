@@ -44,7 +44,7 @@ async def test_of_many_who_want_the_lock_one_gets_it(store: Store, other: Store)
                 await over.wait()
             return mine
 
-    takers = [asyncio.ensure_future(take(of)) for of in (store, other) for _ in range(10)]  # noqa: TID251
+    takers = [asyncio.ensure_future(take(of)) for of in (store, other) for _ in range(10)]
     losers = asyncio.as_completed(takers)
     for _ in range(len(takers) - 1):
         assert not await next(losers)
@@ -105,7 +105,7 @@ async def test_a_holder_that_is_cancelled_lets_go(store: Store, raw: Redis) -> N
             held.set()
             await asyncio.sleep(60)
 
-    holder = asyncio.ensure_future(hold())  # noqa: TID251
+    holder = asyncio.ensure_future(hold())
     await held.wait()
     holder.cancel()
     await asyncio.wait([holder])

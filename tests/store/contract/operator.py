@@ -90,7 +90,7 @@ async def test_a_deleted_tenant_leaves_nothing(store: Store, raw: Redis) -> None
 
 async def test_what_waits_to_be_written_does_not_outlive_its_tenant(store: Store, raw: Redis) -> None:
     saving = [
-        asyncio.ensure_future(store.save(Client(talk(3), tenant=tenant, root=f"root{i}").saved()))  # noqa: TID251
+        asyncio.ensure_future(store.save(Client(talk(3), tenant=tenant, root=f"root{i}").saved()))
         for i in range(100)
         for tenant in (TENANT, OTHER_TENANT)
     ]
