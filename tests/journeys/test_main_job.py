@@ -259,7 +259,7 @@ async def test_a_branch_that_left_before_the_end_of_what_was_seen_gets_no_text_o
         chat = Chat(player)
         await _pressed(player, provider, chat)
         shared = len(chat.messages)
-        branch = chat.messages[: shared - 3] + [{"role": "user", "content": "Another way: " + long_text(77, 20)}]
+        branch = [*chat.messages[: shared - 3], {"role": "user", "content": "Another way: " + long_text(77, 20)}]
         got = await player.post({"model": "demo-model", "messages": branch})
         assert "x-warmfold-checkpoint" not in got.headers
         _, headers = await chat.say("and the old way goes on")
