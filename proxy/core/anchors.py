@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from proxy.core import said, tokens
 
+# Each is tried on one word of bounded length: on a megabyte without a space they would take for ever.
 _PATTERNS = (
     r"https?://[^\s<>\"'`)\]}]+",
     r"[\w.+-]+@[\w-]+\.[\w.-]+",
@@ -17,17 +18,17 @@ _PATTERNS = (
     r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,64}\b",
     r"\b[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+\b",
     r"\b(?=[\w#-]*\d)(?=[\w#-]*[A-Za-z])[A-Za-z0-9#]+(?:[-_][A-Za-z0-9]+)+\b",
-    r"\b\d{4}-\d{2}-\d{2}(?:[T ]\d{2}:\d{2}(?::\d{2})?)?\b",
+    r"\b\d{4}-\d{2}-\d{2}(?:T\d{2}:\d{2}(?::\d{2})?)?\b",
     r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b",
     r"\bv?\d+\.\d+(?:\.\d+)*(?:-[\w.]+)?\b",
-    r"[$€£¥]\s?\d[\d,.]*\d",
-    r"\b\d[\d,.]*\s?(?:%|ms|s|min|h|kB|KB|MB|GB|TB|KiB|MiB|GiB|Hz|kHz|MHz|GHz|px|km|kg|USD|EUR|tokens?|rows?|bytes?)\b",
-    r"(?<![\w`])`[^`\n]{2,60}`",
-    r"\"[^\"\n\\]{3,40}\"",
-    r"[「『][^」』\n]{2,40}[」』]",
+    r"[$€£¥]\d[\d,.]*",
     r"\b\d{4,}\b",
 )
-_ANCHOR = re.compile("|".join(_PATTERNS))
+_WORD = re.compile("|".join(_PATTERNS))
+_PHRASE = re.compile(
+    r"(?<![\w`])`[^`\n]{2,60}`|\"[^\"\n\\]{3,40}\"|[「『][^」』\n]{2,40}[」』]"
+    r"|\b\d{1,3}(?:[,.]\d{1,3}){0,4}\s?(?:%|ms|s|min|h|kB|KB|MB|GB|TB|KiB|MiB|GiB|Hz|kHz|MHz|GHz|px|km|kg|USD|EUR|tokens?|rows?|bytes?)\b"
+)
 _MAX_CHARS = 120
 _SCAN_CHARS = 200_000
 """Of one message: what recurs does so early, and a log of megabytes must not hold up the loop."""
@@ -71,9 +72,10 @@ def anchors(covered: Sequence[bytes], present: str, earlier: Sequence[str], budg
 
 
 def _found(text: str) -> list[str]:
-    found = []
-    for match in _ANCHOR.finditer(text[:_SCAN_CHARS]):
-        anchor = match[0].strip('`"「」『』 ').rstrip(".,;:")
-        if 2 < len(anchor) <= _MAX_CHARS:
-            found.append(anchor)
-    return found
+    text = text[:_SCAN_CHARS]
+    found = [match[0] for match in _PHRASE.finditer(text)]
+    for word in text.split():
+        if len(word) <= _MAX_CHARS and not word.isalpha():
+            found += [match[0] for match in _WORD.finditer(word)]
+    clean = (anchor.strip('`"「」『』 ').rstrip(".,;:") for anchor in found)
+    return [anchor for anchor in clean if len(anchor) > 2]

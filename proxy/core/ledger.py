@@ -41,13 +41,15 @@ _CONSTRAINT = re.compile(
     re.IGNORECASE,
 )
 
-_SENTENCE = re.compile(r"[^\n.!?。！？]*(?:[.!?。！？]+(?=\s|$|[^\x00-\x7f])|\n|$)")
+# A full stop inside a word (prod.db) ends no sentence; one of the wide scripts needs no space behind it.
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 _FIRST_SHARE = 0.5
 _ENTRY_SHARE = 0.25
 _PLAIN_SHARE = 0.125
 _OPENING_CHARS = 24
 _TEMPLATE_REPEATS = 3
 _CUT = " […] "
+_SCAN_CHARS = 20_000
 
 
 def ledger(covered: Sequence[bytes], position: int, earlier: Sequence[Said], budget_tokens: int) -> tuple[Said, ...]:
@@ -73,7 +75,12 @@ def rendered(entries: Iterable[Said]) -> str:
 
 def states_constraint(text: str) -> bool:
     """Whether a text says what must hold later on."""
-    return _CONSTRAINT.search(text) is not None
+    return _CONSTRAINT.search(_ends(text)) is not None
+
+
+def _ends(text: str) -> str:
+    """What of a text is searched: a message of megabytes is pasted data, with the user's own words in front of it or behind."""
+    return text if len(text) <= 2 * _SCAN_CHARS else f"{text[:_SCAN_CHARS]}\n{text[-_SCAN_CHARS:]}"
 
 
 def _new(covered: Sequence[bytes], position: int) -> Iterable[Said]:
@@ -131,8 +138,8 @@ def _fitted(entry: Said, budget: int) -> str:
     if tokens.of_text(entry.text) <= room:
         return entry.text
     if entry.kind in (Kind.CONSTRAINT, Kind.SYSTEM, Kind.TASK):
-        ruling = [s.strip() for s in _SENTENCE.findall(entry.text) if s.strip() and states_constraint(s)]
-        start = _cut(entry.text, room // 3) if entry.kind is Kind.TASK or entry.kind == Kind.TASK else ""
+        ruling = [s.strip() for s in _SENTENCE_END.split(_ends(entry.text)) if s.strip() and states_constraint(s)]
+        start = _cut(entry.text, room // 3) if entry.kind == Kind.TASK else ""
         chosen = [start] if start else []
         left = room - tokens.of_text(start)
         for sentence in ruling:

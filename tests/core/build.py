@@ -228,6 +228,7 @@ NO_OBJECTS = (
     pytest.param(b'{"a":1,"a":2}', id="a key twice"),
     pytest.param(b'{"a":12,"a":1}', id="a key twice, the first value starts like the last"),
     pytest.param(b'{"a":1,"b":2,"a":1}', id="a key twice, another between"),
+    pytest.param(b'{"a":1,"a":"xx}xxxx"}', id="a key twice, a brace where the first value would end"),
     pytest.param(b'{"a":1,"\\u0061":1}', id="a key twice in two spellings"),
     pytest.param(b'{"\xff":1}', id="a key that is no UTF-8"),
 )

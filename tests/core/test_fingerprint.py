@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -386,6 +387,31 @@ def test_remembered_facts_are_the_facts(messages: list[Any], max_bytes: int, vis
     for visit in visits:
         element = pool[visit % len(pool)]
         assert cache.of(element) == facts(element)
+
+
+def test_two_messages_of_one_hash_are_not_mistaken_for_each_other() -> None:
+    # The fast hash multiplies the first eight bytes, xored with a public constant, by the next eight: zero times anything is zero.
+    zero = bytes.fromhex("b8fe6c3923a44bbe")
+    one, other = (zero + middle + b"the same sixteen" for middle in (b"message1", b"message2"))
+    assert xxhash.xxh3_64_intdigest(one) == xxhash.xxh3_64_intdigest(other)
+    cache = FactsCache()
+    assert [cache.of(e) for e in (one, other, one, other)] == [facts(e) for e in (one, other, one, other)]
+
+
+def test_what_is_used_stays_remembered() -> None:
+    cache = FactsCache(20_000)
+    often, *others = elements([{"role": "user", "content": f"message {i} " * 20} for i in range(200)])
+    known = cache.of(often)
+    for other in others:
+        cache.of(other)
+        assert cache.of(often) is known
+
+
+def test_a_message_that_would_fill_the_memory_is_not_remembered() -> None:
+    cache = FactsCache(20_000)
+    (huge,) = elements([{"role": "user", "content": "x" * 5000}])
+    assert cache.of(huge) == cache.of(huge)
+    assert cache.of(huge) is not cache.of(huge)
 
 
 def test_remembered_facts_survive_eviction() -> None:

@@ -90,6 +90,7 @@ PASSING = (
     b'data: {"choices":[],"usage":null,"prompt_filter_results":[{"prompt_index":0}]}\n\n',  # Azure's first chunk
     b'data: {"choices":[],"prompt_filter_results":[{"prompt_index":0,"content_filter_results":{}}]}\n\n',
     b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":{"prompt_tokens":5,"completion_tokens":1}}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{"content":"a"},"x":{"choices":[]}}],"usage":{"prompt_tokens":5}}\n\n',
     b'data: {"choices":[],"usage":{"prompt_tokens":5},"error":{"message":"overloaded"}}\n\n',
     b'data: {"choices":[],"usage":{"prompt_tokens":5}\n\n',
     b'data: {"usage":{"prompt_tokens":5}}\n\n',
