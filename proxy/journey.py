@@ -8,6 +8,7 @@ the client's request goes out as it came.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
@@ -18,12 +19,14 @@ from proxy import mode as modes
 from proxy.compactor import Compactor, Job, Sender
 from proxy.config import Compaction, Config, Upstream
 from proxy.core import conversation as conversations
-from proxy.core import fingerprint, openai, pressure, rewrite, stream_usage, turn
+from proxy.core import fingerprint, pressure, rewrite, stream_usage, turn
 from proxy.core.answer import Tap
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.limits import Limits, limits
-from proxy.core.model import Because, Checkpoint, Commit, Pending, Recalled, Trigger, Window
+from proxy.core.model import Because, Checkpoint, Commit, Facts, Pending, Recalled, Trigger, Window
+from proxy.core.openai import ChatRequest
 from proxy.core.plan import Warm
+from proxy.core.reader import Reader
 from proxy.core.rewrite import Routed
 from proxy.core.stream_usage import UsageFilter
 from proxy.core.turn import Forwarded
@@ -43,6 +46,7 @@ log = logging.getLogger("warmfold.journey")
 
 T = TypeVar("T")
 
+PIECE_BYTES = 65_536
 UNREWRITTEN_S = 600.0
 MAX_UNREWRITTEN = 10_000
 FORCE_REFUSED = "x-warmfold-mode: force is refused where api_key_env is set: a client could spend the operator's tokens (upstream.api_key_env)."
@@ -103,7 +107,7 @@ class Journey:
         self._windows = windows
         self._tasks = tasks
         self._metrics = metrics
-        self._facts = fingerprint.FactsCache()
+        self._reader = Reader()
         self._unrewritten: dict[str, float] = {}
         self._id_fields = frozenset(config.session.id_fields)
 
@@ -114,10 +118,10 @@ class Journey:
         if wanted is Mode.FORCE and self._config.upstream.api_key_env:
             raise Refused(403, FORCE_REFUSED, code="force_refused")
         text = _json(inbound)
-        request = openai.read(text, self._id_fields) if text else None
-        upstream = self._config.upstream_for(request.model if request else "")
+        parsed = self._reader.parse(text, self._id_fields) if text else None
+        upstream = self._config.upstream_for(parsed[0].model if parsed else "")
 
-        talk = await self._safely(self._identify(inbound, upstream, request, wanted), "identify") if request else None
+        talk = await self._safely(self._identify(inbound, upstream, *parsed, wanted), "identify") if parsed else None
         if talk is None:
             await relay(await self._sender.send(inbound, upstream), client)
             return
@@ -145,7 +149,12 @@ class Journey:
     # 2. Identify
 
     async def _identify(
-        self, inbound: Inbound, upstream: Upstream, request: openai.ChatRequest, wanted: Mode | None
+        self,
+        inbound: Inbound,
+        upstream: Upstream,
+        request: ChatRequest,
+        known: Conversation | None,
+        wanted: Mode | None,
     ) -> Talk | None:
         """Whose conversation this is and what the store knows of it; None where sessions are off for this request."""
         policy = self._config.compaction_for(request.model)
@@ -155,20 +164,34 @@ class Journey:
         tenant = await self._tenants.of(inbound.headers)
         if tenant is None:
             return None
+        facts = await self._facts(request, known)
         found = conversations.read(
-            request, self._facts.of, tenant, fingerprint.explicit(self._explicit_id(inbound, request))
+            request, facts, tenant, fingerprint.explicit(self._explicit_id(inbound, request)), known
         )
         window = self._windows.of(upstream.name, request.model, policy)
         sizes = limits(policy, window, reasons=found.reasons if found else False)
         if found is None or (_is_too_small(found, sizes) and mode is not Mode.FORCE):
             return None
+        self._reader.remember(found, known)
         recalled = await self._store.recall(found.query)
         self._metrics.recalled(_outcome(recalled))
         lineage = conversations.lineage(found, recalled)
         factor = conversations.factor(recalled.session if recalled else None)
         return Talk(inbound, upstream, policy, mode, found, window, sizes, recalled, lineage, factor, clock.now_ms())
 
-    def _explicit_id(self, inbound: Inbound, request: openai.ChatRequest) -> str:
+    async def _facts(self, request: ChatRequest, known: Conversation | None) -> list[Facts]:
+        """The facts of all messages. A long history that was never seen is read in pieces: nobody else's stream shall wait for it."""
+        facts: list[Facts] = []
+        piece = 0
+        for element, fact in zip(request.messages, self._reader.facts(request, known), strict=True):
+            facts.append(fact)
+            piece += len(element)
+            if known is None and piece > PIECE_BYTES:
+                piece = 0
+                await asyncio.sleep(0)
+        return facts
+
+    def _explicit_id(self, inbound: Inbound, request: ChatRequest) -> str:
         for name in ("x-warmfold-session", *self._config.session.id_headers):
             if value := tenancy.header(inbound.headers, name):
                 return value

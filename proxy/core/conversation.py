@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from proxy.core import fingerprint, tokens
-from proxy.core.model import Checkpoint, Counters, Digest, Facts, Query, Recalled, Session, SessionId
+from proxy.core.model import (
+    ENTRY_BYTES,
+    ByteHash,
+    Checkpoint,
+    Counters,
+    Digest,
+    Entries,
+    Facts,
+    Query,
+    Recalled,
+    Session,
+    SessionId,
+)
 from proxy.core.openai import PREAMBLE_ROLES, ChatRequest
 
 
@@ -18,8 +30,12 @@ class Conversation:
     preamble_facts: tuple[Facts, ...]
     facts: tuple[Facts, ...]
     chain: tuple[Digest, ...]
+    entries: Entries
     preamble: Digest
     query: Query
+    head_hash: ByteHash
+    tail_hash: ByteHash
+    start: Digest
 
     @property
     def preamble_length(self) -> int:
@@ -37,18 +53,58 @@ class Conversation:
         return any(f.reasoning for f in self.facts)
 
 
-def read(request: ChatRequest, facts_of: Callable[[bytes], Facts], tenant: str, explicit: str) -> Conversation | None:
-    """The conversation, or None where there is only a preamble. `explicit`: an id the client gave, already hashed, or ""."""
-    facts = tuple(facts_of(element) for element in request.messages)
+def read(
+    request: ChatRequest, facts: Sequence[Facts], tenant: str, explicit: str, known: Conversation | None = None
+) -> Conversation | None:
+    """The conversation, or None where there is only a preamble. `explicit`: an id the client gave, already hashed, or "".
+
+    `facts` are those of all messages. `known`: an earlier conversation that may begin with the same bytes: what was worked out for it
+    is taken over as far as its messages are the same objects.
+    """
     length = 0
     while length < len(facts) and facts[length].role in PREAMBLE_ROLES:
         length += 1
     if length == len(facts):
         return None
+    spoken = tuple(facts[length:])
     start = fingerprint.start(tenant, request.text("cache_salt"))
-    chain = fingerprint.chain(start, (f.digest for f in facts[length:]))
-    query = Query(tenant, fingerprint.root(chain[0]), explicit, chain)
-    return Conversation(request, facts[:length], facts[length:], chain, fingerprint.preamble(facts[:length]), query)
+    chain: tuple[Digest, ...] = ()
+    entries = b""
+    if known is not None and known.start == start and known.preamble_length == length:
+        same = _same_facts(known.facts, spoken)
+        chain, entries = known.chain[:same], known.entries[:same].packed
+    chain += fingerprint.chain(chain[-1] if chain else start, (f.digest for f in spoken[len(chain) :]))
+    fresh = len(entries) // ENTRY_BYTES
+    entries += b"".join(c + f.byte_hash for c, f in zip(chain[fresh:], spoken[fresh:], strict=True))
+    return Conversation(
+        request=request,
+        preamble_facts=tuple(facts[:length]),
+        facts=spoken,
+        chain=chain,
+        entries=Entries(entries),
+        preamble=fingerprint.preamble(facts[:length]),
+        query=Query(tenant, fingerprint.root(chain[0]), explicit, chain),
+        head_hash=known.head_hash
+        if known and known.request.head == request.head
+        else fingerprint.byte_hash(request.head),
+        tail_hash=known.tail_hash
+        if known and known.request.tail == request.tail
+        else fingerprint.byte_hash(request.tail),
+        start=start,
+    )
+
+
+def _same_facts(old: Sequence[Facts], new: Sequence[Facts]) -> int:
+    """How many facts are the same objects, from the start. The reader takes them over in one piece, so this is a search for the end of it."""
+    limit = min(len(old), len(new))
+    low, high = 0, limit + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if old[middle - 1] is new[middle - 1]:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ A digest is 16 bytes. A token count is an int; where a provider did not say, it 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import overload
 
 Digest = bytes
 """16 bytes: the chain digest of a prefix, or the meaning of one message."""
@@ -246,6 +248,61 @@ class Entry:
     byte_hash: ByteHash
 
 
+ENTRY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Entries(Sequence[Entry]):
+    """The entries of a conversation as they are stored: 32 bytes each, the chain digest first. Hundreds of objects a turn would cost more
+    than all the rest of it, so they are made only where somebody looks at one.
+    """
+
+    packed: bytes = b""
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Entries:
+        """The same entries, packed."""
+        return cls(b"".join(entry.chain + entry.byte_hash for entry in entries))
+
+    def __len__(self) -> int:
+        return len(self.packed) // ENTRY_BYTES
+
+    @overload
+    def __getitem__(self, at: int) -> Entry: ...
+    @overload
+    def __getitem__(self, at: slice) -> Entries: ...
+    def __getitem__(self, at: int | slice) -> Entry | Entries:
+        if isinstance(at, slice):
+            start, stop, step = at.indices(len(self))
+            if step != 1:
+                return Entries.of(self[i] for i in range(start, stop, step))
+            return Entries(self.packed[start * ENTRY_BYTES : max(start, stop) * ENTRY_BYTES])
+        index = range(len(self))[at] * ENTRY_BYTES
+        return Entry(self.packed[index : index + 16], self.packed[index + 16 : index + ENTRY_BYTES])
+
+    def common(self, other: Entries) -> int:
+        """How many entries both begin with."""
+        limit = min(len(self), len(other))
+        if other.packed.startswith(self.packed[: limit * ENTRY_BYTES]):
+            return limit
+        low, high = 0, limit  # equal up to low, different before high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.packed[: middle * ENTRY_BYTES] == other.packed[: middle * ENTRY_BYTES]:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def byte_hashes(self) -> tuple[ByteHash, ...]:
+        """The names of the messages' bytes, in order."""
+        return tuple(self.packed[at + 16 : at + ENTRY_BYTES] for at in range(0, len(self.packed), ENTRY_BYTES))
+
+    def chains(self) -> tuple[Digest, ...]:
+        """The chain digests, in order."""
+        return tuple(self.packed[at : at + 16] for at in range(0, len(self.packed), ENTRY_BYTES))
+
+
 @dataclass(frozen=True, slots=True)
 class SessionId:
     """`root` (16 base32 characters under a tenant) and `lineage` (16): together the public id `root-lineage`."""
@@ -278,7 +335,7 @@ class Session:
     id: SessionId
     explicit: str
     turn: Turn | None
-    entries: tuple[Entry, ...]
+    entries: Entries
     bodies_from: int
     counters: Counters
     version: int
@@ -336,7 +393,7 @@ class Saved:
     length: int
     end: Digest
     entries_from: int
-    entries: tuple[Entry, ...]
+    entries: Entries
     bodies: dict[ByteHash, bytes]
     touch: tuple[ByteHash, ...]
     bodies_from: int

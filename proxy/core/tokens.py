@@ -20,8 +20,8 @@ AUDIO_TOKENS = 600
 FILE_TOKENS = 1500
 
 # One match is about one token of a byte-pair vocabulary with 100k to 200k entries: a word up to 7 letters (longer ones and
-# camelCase split), up to three digits, a run of equal punctuation, a line break with its indent.
-_ASCII = re.compile(r"\n\s*|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|([^\sA-Za-z0-9])\1{0,7}[=\"'(),;]?|[ \t]{2,}")
+# camelCase split), up to three digits or marks, a line break with its indent.
+_ASCII = re.compile(r"\n\s*|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,3}|[ \t]{2,}")
 _WIDE = re.compile(r"[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 _ASTRAL = re.compile(r"[\U00010000-\U0010ffff]")
 _ASCII_ONLY = re.compile(r"[^\x00-\x7f]+")
@@ -38,12 +38,12 @@ def of_text(text: str) -> int:
         sample = "".join(text[i * step : i * step + quarter] for i in range(4))
         return round(of_text(sample) * len(text) / len(sample))
     if text.isascii():
-        return sum(1 for _ in _ASCII.finditer(text))
+        return len(_ASCII.findall(text))
     wide = len(_WIDE.findall(text))
     astral = len(_ASTRAL.findall(text))
     ascii_part = _ASCII_ONLY.sub(" ", text)
     others = len(text) - wide - astral - sum(c < "\x80" for c in text)
-    return round(sum(1 for _ in _ASCII.finditer(ascii_part)) + wide * 0.85 + astral * 2.2 + others * 0.45)
+    return round(len(_ASCII.findall(ascii_part)) + wide * 0.85 + astral * 2.2 + others * 0.45)
 
 
 def of_message(message: Mapping[str, object]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from proxy.core import conversation as conversations
@@ -12,7 +12,7 @@ from proxy.core.conversation import Conversation, Lineage
 from proxy.core.model import (
     ByteHash,
     Checkpoint,
-    Entry,
+    Entries,
     Pending,
     Saved,
     Session,
@@ -77,39 +77,27 @@ def saved(
     Bytes in front of an applied checkpoint's end are not kept: no warm request needs them. They are sent again should an undo bring
     them back, since everything outside the stored range counts as new.
     """
-    head, tail = fingerprint.byte_hash(conversation.request.head), fingerprint.byte_hash(conversation.request.tail)
     covered = routed.applied.k if routed.applied else 0
     kept = routed.applied.from_ if routed.applied else 0
     known = lineage.known
-    stored = _stored(known)
-    bodies: dict[ByteHash, bytes] = {}
-    live: list[ByteHash] = []
-
-    def keep(name: ByteHash, data: bytes) -> None:
-        live.append(name)
-        if name not in stored:
-            bodies[name] = data
-
-    keep(head, conversation.request.head)
-    keep(tail, conversation.request.tail)
-    for fact, element in zip(conversation.preamble_facts, conversation.request.messages, strict=False):
-        keep(fact.byte_hash, element)
-    for at, (fact, element) in enumerate(zip(conversation.facts, conversation.messages, strict=True)):
-        if at < kept or at >= covered:
-            keep(fact.byte_hash, element)
-    entries = tuple(Entry(c, f.byte_hash) for c, f in zip(conversation.chain, conversation.facts, strict=True))
-    same = _same_entries(known, entries)
+    same = known.entries.common(conversation.entries) if known is not None else 0
     renew = known is not None and now_ms - known.touched_ms > renew_after_ms
+    bodies = _new_bodies(known, conversation, same, covered, kept)
+    touch = _live_names(conversation, covered, kept) if renew else ()
     return Saved(
         session=lineage.id,
         explicit=conversation.query.explicit,
         turn=Turn(
             model=conversation.request.model,
             preamble=tuple(f.byte_hash for f in conversation.preamble_facts),
-            head=head,
-            tail=tail,
+            head=conversation.head_hash,
+            tail=conversation.tail_hash,
             applied=routed.applied.id if routed.applied else None,
-            routed=fingerprint.byte_hash(routed.body),
+            routed=_routed_hash(
+                (conversation.head_hash, conversation.tail_hash, *(f.byte_hash for f in conversation.preamble_facts)),
+                conversation.entries,
+                routed.applied,
+            ),
             answer=done.answer,
             usage=done.usage,
             window=window,
@@ -118,40 +106,72 @@ def saved(
             finished_ms=now_ms,
             weight=done.weight,
         ),
-        length=len(entries),
+        length=len(conversation.entries),
         end=conversation.chain[-1],
         entries_from=same,
-        entries=entries[same:],
+        entries=conversation.entries[same:],
         bodies=bodies,
-        touch=tuple(name for name in live if name not in bodies) if renew else (),
+        touch=tuple(name for name in touch if name not in bodies),
         bodies_from=covered,
         inherit=lineage.counters,
         pending=pending,
         applied=routed.applied.id if routed.applied else None,
-        base=entries[same - 1].chain if same else b"",
+        base=conversation.chain[same - 1] if same else b"",
     )
 
 
-def _stored(known: Session | None) -> frozenset[ByteHash]:
-    """The bytes that the store has for certain: those of the session's last turn that its warm request needs."""
-    if known is None or known.turn is None:
-        return frozenset()
-    names = {known.turn.head, known.turn.tail, *known.turn.preamble}
-    names.update(entry.byte_hash for entry in known.entries[known.bodies_from :])
-    # A head that stands in front of the checkpoint; of another session's checkpoint we do not know how long it is.
-    kept = next((ref.from_ for ref in known.checkpoints if ref.id == known.turn.applied), 0)
-    names.update(entry.byte_hash for entry in known.entries[:kept])
-    return frozenset(names)
+def _new_bodies(
+    known: Session | None, conversation: Conversation, same: int, covered: int, kept: int
+) -> dict[ByteHash, bytes]:
+    """The bytes of the warm request that the store has not for certain. It has those that the session's last warm request needed."""
+    request = conversation.request
+    around = {conversation.head_hash: request.head, conversation.tail_hash: request.tail}
+    around.update(zip((f.byte_hash for f in conversation.preamble_facts), request.messages, strict=False))
+    stored: set[ByteHash] = set()
+    start = covered
+    if known is not None and known.turn is not None:
+        stored.update((known.turn.head, known.turn.tail, *known.turn.preamble))
+        # A head that stands in front of the checkpoint; of another session's checkpoint we do not know how long it is.
+        head = next((ref.from_ for ref in known.checkpoints if ref.id == known.turn.applied), 0)
+        stored.update(known.entries[:head].byte_hashes())
+        if same == known.length and known.bodies_from <= covered:
+            # The common case: all from bodies_from up to here is stored, and was found equal in one comparison.
+            start = max(covered, same)
+            stored.update(known.entries[known.bodies_from : kept].byte_hashes())
+        else:
+            stored.update(known.entries[known.bodies_from :].byte_hashes())
+    bodies = {name: data for name, data in around.items() if name not in stored}
+    messages = conversation.messages
+    for at in (*range(kept), *range(start, len(messages))):
+        name = conversation.facts[at].byte_hash
+        if name not in stored:
+            bodies[name] = messages[at]
+    return bodies
 
 
-def _same_entries(known: Session | None, entries: tuple[Entry, ...]) -> int:
-    """How many entries are stored already as they are."""
-    if known is None:
-        return 0
-    for at, (old, new) in enumerate(zip(known.entries, entries, strict=False)):
-        if old != new:
-            return at
-    return min(len(known.entries), len(entries))
+def _live_names(conversation: Conversation, covered: int, kept: int) -> tuple[ByteHash, ...]:
+    """All bytes that the warm request is made of."""
+    preamble = (f.byte_hash for f in conversation.preamble_facts)
+    names = (*conversation.entries[:kept].byte_hashes(), *conversation.entries[covered:].byte_hashes())
+    return (conversation.head_hash, conversation.tail_hash, *preamble, *names)
+
+
+_RENDERING = b"1"
+"""Which way of putting a checkpoint into a request made the routed bytes: another one must not verify them."""
+
+
+def _routed_hash(around: Iterable[ByteHash], entries: Entries, applied: Checkpoint | None) -> ByteHash:
+    """Names a routed request by the names of all that it is made of: hashing a body of a megabyte again would cost more than the turn."""
+    parts = [_RENDERING, *around]
+    if applied is None:
+        parts.append(entries.packed)
+    else:
+        parts += [
+            fingerprint.byte_hash(applied.frame.encode("utf-8", "replace")),
+            b"%d:%d:" % (applied.from_, applied.k),
+        ]
+        parts += [entries[: applied.from_].packed, entries[applied.k :].packed]
+    return fingerprint.byte_hash(b"".join(parts))
 
 
 def warm_after(session: SessionId, conversation: Conversation, routed: Routed, done: Forwarded, factor: float) -> Warm:
@@ -220,12 +240,15 @@ def needed(session: Session, applied: Checkpoint | None) -> tuple[ByteHash, ...]
     if session.turn is None:
         return ()
     covered = (applied.from_, applied.k) if applied else (0, 0)
-    messages = [e.byte_hash for at, e in enumerate(session.entries) if not covered[0] <= at < covered[1]]
-    return (session.turn.head, session.turn.tail, *session.turn.preamble, *messages)
+    messages = (session.entries[: covered[0]].byte_hashes(), session.entries[covered[1] :].byte_hashes())
+    return (session.turn.head, session.turn.tail, *session.turn.preamble, *messages[0], *messages[1])
 
 
 def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mapping[ByteHash, bytes]) -> Warm | None:
-    """The warm request again from what the store kept; None unless it is, byte for byte, the one that was sent."""
+    """The warm request again from what the store kept; None unless it is, byte for byte, the one that was sent.
+
+    Each part is verified by its own hash, and that these parts make that request by the hash over their names.
+    """
     turn = session.turn
     if turn is None or (applied.id if applied else None) != turn.applied:
         return None
@@ -233,8 +256,8 @@ def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mappin
         head, tail = bodies[turn.head], bodies[turn.tail]
         preamble = tuple(bodies[name] for name in turn.preamble)
         offset, from_ = (applied.k, applied.from_) if applied else (0, 0)
-        kept = tuple(bodies[e.byte_hash] for e in session.entries[:from_])
-        messages = tuple(bodies[e.byte_hash] for e in session.entries[offset:])
+        kept = tuple(bodies[name] for name in session.entries[:from_].byte_hashes())
+        messages = tuple(bodies[name] for name in session.entries[offset:].byte_hashes())
     except KeyError:
         return None
     facts = tuple(fingerprint.facts(element) for element in messages)
@@ -252,7 +275,7 @@ def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mappin
         kept=kept,
         messages=messages,
         facts=facts,
-        chain=tuple(e.chain for e in session.entries),
+        chain=session.entries.chains(),
         offset=offset,
         applied=applied,
         end=len(session.entries),
@@ -261,5 +284,7 @@ def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mappin
         factor=tokens.calibrate(turn.usage.prompt, turn.weight),
         prompt=turn.usage.prompt,
     )
-    body = warm.body()
-    return warm if body is not None and fingerprint.byte_hash(body) == turn.routed else None
+    if any(fingerprint.byte_hash(bodies[name]) != name for name in needed(session, applied)):
+        return None
+    expected = _routed_hash((turn.head, turn.tail, *turn.preamble), session.entries, applied)
+    return warm if warm.body() is not None and expected == turn.routed else None

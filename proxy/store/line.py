@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
@@ -29,6 +30,24 @@ T = TypeVar("T")
 _LONG_FACTOR = 20
 _LONG_MAX_S = 2.0
 """What runs behind a turn may take longer than what a client waits for, but not so long that shutdown waits for it."""
+
+_SECOND_LOOK_S = 0.002
+
+
+@asynccontextmanager
+async def deadline(seconds: float) -> AsyncIterator[None]:
+    """TimeoutError once `seconds` have passed and the loop has looked at its sockets once more since.
+
+    A loop that was held up (a long history read for the first time, a collection of garbage) sees the timer before the answer that has
+    been waiting for it: without the second look each such pause would read as a dead store.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer = loop.call_later(seconds, lambda: limit.reschedule(loop.time() + _SECOND_LOOK_S))
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 class Line:
@@ -52,7 +71,7 @@ class Line:
         if ticket is None:
             raise self._counted(Trouble.PAUSED)
         try:
-            async with asyncio.timeout(deadline_s):
+            async with deadline(deadline_s):
                 answer = await asking()
         except (TimeoutError, RedisTimeoutError):
             if deadline_s > self.short_s and not ticket.probe:

@@ -6,7 +6,6 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import starmap
 from typing import TypeVar
 
 import msgspec
@@ -17,7 +16,7 @@ from proxy.core.model import (
     Checkpoint,
     CheckpointRef,
     Counters,
-    Entry,
+    Entries,
     Pending,
     Session,
     SessionId,
@@ -30,8 +29,6 @@ from proxy.store.trouble import Trouble
 
 T = TypeVar("T")
 
-_ENTRY = struct.Struct("16s16s")
-ENTRY_BYTES = _ENTRY.size
 _REF = struct.Struct(">IIII16s16s16sBB")
 _DIGEST_BYTES = 16
 
@@ -49,11 +46,6 @@ def verified(byte_hash: ByteHash, data: bytes) -> bytes:
     if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != byte_hash:
         raise Unreadable(Trouble.HASH)
     return data
-
-
-def packed_entries(entries: Sequence[Entry]) -> bytes:
-    """32 bytes per message: chain digest, byte hash."""
-    return b"".join(_ENTRY.pack(entry.chain, entry.byte_hash) for entry in entries)
 
 
 def packed_turn(turn: Turn) -> bytes:
@@ -96,7 +88,7 @@ def session(id: SessionId, values: Sequence[bytes | None], entries: bytes) -> Se
             id=id,
             explicit=(field["explicit"] or b"").decode("utf-8", "surrogatepass"),
             turn=msgspec.msgpack.decode(turn or b"", type=Turn),
-            entries=tuple(starmap(Entry, _ENTRY.iter_unpack(entries))),
+            entries=Entries(entries),
             bodies_from=number("bodies_from"),
             counters=Counters(
                 turns=number("turns"),

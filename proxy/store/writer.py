@@ -66,7 +66,7 @@ class Writer:
         """True once the turn is stored or known to be older than what is. A caller that gives up does not stop the writing."""
         if not _is_whole(saved):
             raise ValueError("a turn whose entries do not add up to its length and end")
-        size = sum(map(len, saved.bodies.values())) + values.ENTRY_BYTES * len(saved.entries)
+        size = sum(map(len, saved.bodies.values())) + len(saved.entries.packed)
         if len(self._queue) >= MAX_WAITING or self._bytes + size > MAX_WAITING_BYTES:
             self._line.count(Trouble.DROPPED)
             return False
@@ -150,7 +150,7 @@ class Writer:
             saved.turn.started_ms,
             saved.entries_from,
             saved.base,
-            values.packed_entries(saved.entries),
+            saved.entries.packed,
             encoded(saved.applied or ""),
             int(_is_renewed(saved)),
             clock.now_ms(),
@@ -183,7 +183,7 @@ def _is_renewed(saved: Saved) -> bool:
     if saved.touch:
         return True
     return saved.entries_from == 0 and all(
-        entry.byte_hash in saved.bodies for entry in saved.entries[saved.bodies_from :]
+        name in saved.bodies for name in saved.entries[saved.bodies_from :].byte_hashes()
     )
 
 

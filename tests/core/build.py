@@ -110,7 +110,7 @@ def read(body: bytes, *, tenant: str = "tenant", explicit: str = "") -> Conversa
     """The conversation of a request that is one."""
     request = openai.read(body)
     assert request is not None
-    found = conversations.read(request, fingerprint.facts, tenant, explicit)
+    found = conversations.read(request, [fingerprint.facts(m) for m in request.messages], tenant, explicit)
     assert found is not None
     return found
 

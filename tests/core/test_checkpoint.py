@@ -199,13 +199,13 @@ def test_the_frame_as_it_is_sent() -> None:
     )
     whole = checkpoint.frame(
         "x",
-        (Said("user", 0, "task", "Never touch prod.db"), Said("system", 4, "system", "Be brief")),
+        (Said("user", 0, "task", "Keep the old API"), Said("system", 4, "system", "Be brief")),
         ("src/a.py", "42 ms"),
     )
     assert whole.split("\n")[2:9] == [
         *("", "Exact values from that part: src/a.py; 42 ms", "</checkpoint_summary>"),
         '<checkpoint_ledger note="from the condensed part, verbatim: still in force unless later messages change it">',
-        *("user: Never touch prod.db", "", "system: Be brief"),
+        *("user: Keep the old API", "", "system: Be brief"),
     ]
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from proxy.core import conversation, fingerprint, openai, tokens
 from proxy.core.conversation import Conversation
-from proxy.core.model import Counters, Entry, Recalled, Session, SessionId, Turn, Usage, Window
+from proxy.core.model import Counters, Entries, Entry, Recalled, Session, SessionId, Turn, Usage, Window
 from tests.core.build import body_of, checkpoint, elements, read, talk
 from tests.strategies import Chat, chats
 
 
 def _session(of: Conversation, *, explicit: str = "", turn: Turn | None = None, **keys: Any) -> Session:
     """A session whose last turn was this request."""
-    entries = tuple(Entry(chain, fact.byte_hash) for chain, fact in zip(of.chain, of.facts, strict=True))
+    entries = Entries.of(Entry(chain, fact.byte_hash) for chain, fact in zip(of.chain, of.facts, strict=True))
     session = Session(
         id=SessionId(of.query.tenant, of.query.root, "lineage"),
         explicit=explicit,
@@ -64,7 +64,7 @@ def test_positions_count_from_behind_the_preamble(notation: str, preamble: int, 
 def test_only_a_preamble_is_no_conversation(notation: str) -> None:
     request = openai.read(body_of(notation))
     assert request is not None
-    assert conversation.read(request, fingerprint.facts, "t", "") is None
+    assert conversation.read(request, [fingerprint.facts(m) for m in request.messages], "t", "") is None
 
 
 @given(chats())

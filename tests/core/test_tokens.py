@@ -38,7 +38,7 @@ CODE = '''
         pytest.param("😀🚀🎉👍" * 200, id="emoji"),
         pytest.param(CODE * 20, id="code"),
         pytest.param("function a(b,c){var d=b||{};for(var e=0;e<c.length;e++){d[c[e].k]=c[e].v}return!1}" * 30, id="minified code"),
-        pytest.param('{"flight_number": "HAT001", "status": "available", "price": 123, "seats": {"economy": 12}}, ' * 40, id="json"),
+        pytest.param('{"order_number": "QX-2041", "state": "shipped", "weight": 123, "parcels": {"small": 12}}, ' * 40, id="json"),
         pytest.param(BASE64, id="base64"),
         pytest.param("3f2504e0-4f89-11d3-9a0c-0305e82c3301 " * 60, id="identifiers"),
         pytest.param("0123456789" * 200, id="digits"),

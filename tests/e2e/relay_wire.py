@@ -220,7 +220,7 @@ async def counted(proxy: Proxy, series: str, value: float = 1) -> None:
     """Returns once a series has this value: what is counted behind an answer may come after it."""
 
     async def until() -> None:
-        while proxy.count(series) != value:  # noqa: ASYNC110 - a counter tells nobody that it moved
+        while proxy.count(series) != value:
             await asyncio.sleep(0.005)
 
     await soon(until())

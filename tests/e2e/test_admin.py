@@ -32,6 +32,7 @@ from proxy.core.model import (
     CheckpointRef,
     Commit,
     Counters,
+    Entries,
     Entry,
     Pending,
     Said,
@@ -95,7 +96,7 @@ def saved(id_: SessionId, messages: int = 6, *, model: str = "gpt-test", pending
         finished_ms=1_800_000_001_234,
         weight=100,
     )
-    entries = tuple(Entry(digest(length), name) for length in range(1, messages + 1))
+    entries = Entries.of(Entry(digest(length), name) for length in range(1, messages + 1))
     return Saved(
         session=id_,
         explicit="",

@@ -15,6 +15,7 @@ from proxy.core.model import (
     Commit,
     Counters,
     Digest,
+    Entries,
     Entry,
     Pending,
     Query,
@@ -100,8 +101,8 @@ class Client:
         return Query(self.tenant, self.root, self.explicit, self.chain)
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        return tuple(Entry(c, named(m)) for c, m in zip(self.chain, self.messages, strict=True))
+    def entries(self) -> Entries:
+        return Entries.of(Entry(c, named(m)) for c, m in zip(self.chain, self.messages, strict=True))
 
     @property
     def body(self) -> bytes:
@@ -140,7 +141,7 @@ class Client:
     ) -> Saved:
         """This request as a turn; `known`: the session that it continues."""
         entries = self.entries
-        before = known.entries if known else ()
+        before = known.entries if known else Entries()
         same = next(
             (i for i, (a, b) in enumerate(zip(before, entries, strict=False)) if a != b), min(len(before), len(entries))
         )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from redis.asyncio import Redis
 
-from proxy.core.model import Counters, Entry, Pending, Query, Recalled, Trigger
+from proxy.core.model import Counters, Entries, Entry, Pending, Query, Recalled, Trigger
 from proxy.store import Store
 from proxy.store.keys import Keys
 from store.builders import (
@@ -298,8 +298,8 @@ async def test_a_turn_that_does_not_add_up_is_not_stored(store: Store, troubles:
     for wrong in (
         replace(client.saved(), length=5),
         replace(client.saved(), end=b"?" * 16),
-        replace(client.saved(), entries=(*client.entries[:3], Entry(b"?" * 16, b"?" * 16))),
-        replace(client.saved(), entries=(), length=0),
+        replace(client.saved(), entries=Entries.of((*client.entries[:3], Entry(b"?" * 16, b"?" * 16)))),
+        replace(client.saved(), entries=Entries(), length=0),
     ):
         assert not await store.save(wrong)
     assert troubles.seen == {"internal": 4}
