@@ -28,10 +28,11 @@ _BUCKET = 16
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """`prefix`: a request's bytes up to its last message, which is read again with what follows: so there always is one to read."""
+    """`conversation` without its body, which its messages make up; `length`: where its last message starts; `key`: of its bucket."""
 
-    prefix: bytes
     conversation: Conversation
+    length: int
+    key: int
 
 
 class Reader:
@@ -49,83 +50,80 @@ class Reader:
         """The request, and the earlier conversation that it begins with; None where the provider shall judge it alone."""
         found = self._find(body)
         if found is not None:
-            head, known = found.conversation.request.head, found.conversation
-            rest = openai.read(head + body[len(found.prefix) :], fields)
-            if rest is not None and rest.head == head:
-                messages = (*known.request.messages[:-1], *rest.messages)
-                return replace(rest, body=body, messages=messages), known
+            # The last known message is read again with what follows it, so there always is one to read.
+            known = found.conversation
+            rest = openai.read(known.request.head + body[found.length :], fields)
+            if rest is not None and rest.head == known.request.head:
+                return replace(rest, body=body, messages=(*known.request.messages[:-1], *rest.messages)), known
         request = openai.read(body, fields)
         return None if request is None else (request, None)
 
     def facts(self, request: ChatRequest, known: Conversation | None) -> Iterator[Facts]:
         """The facts of its messages, in order. New ones are read as they are asked for, so a long request can be read in pieces."""
-        if known is not None:
-            old = (*known.preamble_facts, *known.facts)[:-1]
-            yield from old
-            messages = request.messages[len(old) :]
-        else:
-            messages = request.messages
-        for element in messages:
+        old = (*known.preamble_facts, *known.facts)[:-1] if known is not None else ()
+        yield from old
+        for element in request.messages[len(old) :]:
             yield self._facts.of(element)
 
     def remember(self, conversation: Conversation, known: Conversation | None) -> None:
         """Keep a conversation for its next request, in place of the one that it continues."""
         request = conversation.request
-        prefix = _prefix(request)
-        if len(prefix) < _KEY_BYTES[-1] or len(prefix) > self._max_bytes // 4:
+        length = len(request.body) - len(request.tail) - len(request.messages[-1])
+        if not _KEY_BYTES[-1] <= length <= self._max_bytes // 4:
             return
         if known is not None:
             self._forget(known)
         number, self._next = self._next, self._next + 1
-        self._known[number] = _Known(prefix, conversation)
-        self._bytes += 2 * len(prefix)
-        bucket = self._buckets.setdefault(_key(prefix, _size(prefix)), [])
+        key = _start(request.body, next(size for size in _KEY_BYTES if size <= length))
+        self._known[number] = _Known(replace(conversation, request=replace(request, body=b"")), length, key)
+        self._bytes += length
+        bucket = self._buckets.setdefault(key, [])
         bucket.append(number)
         if len(bucket) > _BUCKET:
             self._drop(bucket[0])
-        while self._bytes > self._max_bytes and self._known:
+        while self._bytes > self._max_bytes:
             self._drop(next(iter(self._known)))
 
     def _find(self, body: bytes) -> _Known | None:
-        """The longest remembered prefix of the body."""
+        """The longest conversation, but for its last message, that the body begins with."""
         for size in _KEY_BYTES:
-            if len(body) < size:
-                continue
-            numbers = self._buckets.get(_key(body, size))
-            if not numbers:
-                continue
-            fitting = [n for n in numbers if body.startswith(self._known[n].prefix)]
+            numbers = self._buckets.get(_start(body, size), ()) if len(body) >= size else ()
+            fitting = [number for number in numbers if _begins(body, self._known[number].conversation.request)]
             if fitting:
-                number = max(fitting, key=lambda n: len(self._known[n].prefix))
+                number = max(fitting, key=lambda n: self._known[n].length)
                 self._known.move_to_end(number)
                 return self._known[number]
         return None
 
     def _forget(self, conversation: Conversation) -> None:
         """Drop the entry of a conversation that has gone on."""
-        prefix = _prefix(conversation.request)
-        for number in self._buckets.get(_key(prefix, _size(prefix)), ()):
-            if self._known[number].conversation is conversation:
-                self._drop(number)
-                return
+        number = next((n for n, known in reversed(self._known.items()) if known.conversation is conversation), None)
+        if number is not None:
+            self._drop(number)
 
     def _drop(self, number: int) -> None:
         known = self._known.pop(number)
-        self._bytes -= 2 * len(known.prefix)
-        key = _key(known.prefix, _size(known.prefix))
-        bucket = self._buckets[key]
+        self._bytes -= known.length
+        bucket = self._buckets[known.key]
         bucket.remove(number)
         if not bucket:
-            del self._buckets[key]
+            del self._buckets[known.key]
 
 
-def _prefix(request: ChatRequest) -> bytes:
-    return request.body[: len(request.body) - len(request.tail) - len(request.messages[-1])]
+def _begins(body: bytes, request: ChatRequest) -> bool:
+    """Whether a body begins with a request's bytes up to its last message: message by message, so that no second copy has to be kept."""
+    at = len(request.head)
+    if not body.startswith(request.head):
+        return False
+    starts = body.startswith
+    for element in request.messages[:-1]:
+        if not starts(element, at):
+            return False
+        at += len(element) + 1
+        if body[at - 1 : at] != b",":
+            return False
+    return True
 
 
-def _size(prefix: bytes) -> int:
-    return next((size for size in _KEY_BYTES if size <= len(prefix)), 0)
-
-
-def _key(data: bytes, size: int) -> int:
-    return xxhash.xxh3_64_intdigest(data[:size]) ^ size
+def _start(body: bytes, size: int) -> int:
+    return xxhash.xxh3_64_intdigest(body[:size]) ^ size
