@@ -23,7 +23,19 @@ from proxy.core import fingerprint, pressure, rewrite, stream_usage, turn
 from proxy.core.answer import Tap
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.limits import Limits, limits
-from proxy.core.model import Because, Checkpoint, Commit, Facts, Pending, Recalled, Trigger, Window
+from proxy.core.model import (
+    Because,
+    Checkpoint,
+    Commit,
+    Digest,
+    Facts,
+    Pending,
+    Recalled,
+    Saved,
+    Session,
+    Trigger,
+    Window,
+)
 from proxy.core.openai import ChatRequest
 from proxy.core.plan import Warm
 from proxy.core.reader import Reader
@@ -108,6 +120,7 @@ class Journey:
         self._tasks = tasks
         self._metrics = metrics
         self._reader = Reader()
+        self._unwritten: dict[Digest, Session] = {}
         self._unrewritten: dict[str, float] = {}
         self._id_fields = frozenset(config.session.id_fields)
 
@@ -175,9 +188,23 @@ class Journey:
         self._reader.remember(found, known)
         recalled = await self._store.recall(found.query)
         self._metrics.recalled(_outcome(recalled))
+        recalled = self._with_unwritten(recalled, found, known)
         lineage = conversations.lineage(found, recalled)
         factor = conversations.factor(recalled.session if recalled else None)
         return Talk(inbound, upstream, policy, mode, found, window, sizes, recalled, lineage, factor, clock.now_ms())
+
+    def _with_unwritten(
+        self, recalled: Recalled | None, found: Conversation, known: Conversation | None
+    ) -> Recalled | None:
+        """What the store knows, or will know once it has written this conversation's last turn: under load the next one may be faster."""
+        if recalled is None or recalled.session is not None or known is None:
+            return recalled
+        session = self._unwritten.get(known.chain[-1])
+        if session is None or session.explicit != found.query.explicit or session.length >= len(found.chain):
+            return recalled
+        if found.chain[session.length - 1] != known.chain[-1]:
+            return recalled
+        return replace(recalled, session=session, matched=session.length)
 
     async def _facts(self, request: ChatRequest, known: Conversation | None) -> list[Facts]:
         """The facts of all messages. A long history that was never seen is read in pieces: nobody else's stream shall wait for it."""
@@ -280,12 +307,21 @@ class Journey:
         trigger = self._due(talk, route, forwarded)
         waits = trigger is not None and self._waits_for_next_turn(talk, trigger)
         pending = Pending(trigger, clock.now_ms()) if trigger is not None and waits else None
-        saved = await self._store.save(self._saved(talk, route, forwarded, pending))
+        saved = await self._save(talk, self._saved(talk, route, forwarded, pending))
         if saved and route.uncommitted is not None:
             await self._store.commit(Commit(talk.lineage.id, version=0, checkpoint=route.uncommitted))
         if trigger is not None and not waits:
             warm = turn.warm_after(talk.lineage.id, talk.conversation, route.routed, forwarded, talk.factor)
             self._compactor.later(self._job(talk, warm, trigger, forwarded.used), talk.policy.settle_s)
+
+    async def _save(self, talk: Talk, saved: Saved) -> bool:
+        session = turn.as_stored(saved, talk.conversation, talk.lineage.known)
+        self._unwritten[saved.end] = session
+        try:
+            return await self._store.save(saved)
+        finally:
+            if self._unwritten.get(saved.end) is session:
+                del self._unwritten[saved.end]
 
     def _due(self, talk: Talk, route: Route, forwarded: Forwarded) -> Trigger | None:
         """Whether a compaction is due after this turn."""
@@ -306,7 +342,7 @@ class Journey:
             return False
         return talk.policy.when == "next_turn" or not is_local(talk.upstream.base_url)
 
-    def _saved(self, talk: Talk, route: Route, forwarded: Forwarded, pending: Pending | None) -> turn.Saved:
+    def _saved(self, talk: Talk, route: Route, forwarded: Forwarded, pending: Pending | None) -> Saved:
         return turn.saved(
             talk.lineage,
             talk.conversation,

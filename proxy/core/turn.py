@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from proxy.core import conversation as conversations
 from proxy.core import fingerprint, openai, replay, tokens
@@ -117,6 +117,24 @@ def saved(
         pending=pending,
         applied=routed.applied.id if routed.applied else None,
         base=conversation.chain[same - 1] if same else b"",
+    )
+
+
+def as_stored(saved: Saved, conversation: Conversation, known: Session | None) -> Session:
+    """The session as the store will have it once a turn is written: for the next request, should it come before."""
+    return Session(
+        id=saved.session,
+        explicit=saved.explicit,
+        turn=saved.turn,
+        entries=conversation.entries,
+        bodies_from=saved.bodies_from,
+        counters=replace(saved.inherit, turns=saved.inherit.turns + 1),
+        version=known.version if known else 0,
+        generation=known.generation if known else 0,
+        checkpoints=known.checkpoints if known else (),
+        pending=saved.pending,
+        touched_ms=saved.turn.finished_ms,
+        created_ms=known.created_ms if known else saved.turn.started_ms,
     )
 
 

@@ -26,7 +26,7 @@ MAX_WAITING_BYTES = 128 * 1024 * 1024
 """Two bodies of the largest size that a request may have by default, or a thousand ordinary ones."""
 
 _BATCH = 64
-_BATCH_BYTES = 8 * 1024 * 1024
+_BATCH_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
