@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
 from typing import Protocol
 
 import orjson
@@ -16,9 +18,10 @@ from proxy.core.answer import read_whole
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.fingerprint import checkpoint_id
 from proxy.core.limits import Limits
-from proxy.core.model import Attempt, Because, Checkpoint, Commit, Counters, Scope, Session, Trigger, Usage
-from proxy.core.plan import Plan, Planner, Warm, ref
+from proxy.core.model import Attempt, Because, Checkpoint, Commit, Counters, Scope, Session, SessionId, Trigger, Usage
+from proxy.core.plan import Plan, Planner, Shape, Warm, ref
 from proxy.core.region import Region
+from proxy.economy import Economy
 from proxy.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from proxy.metrics import Metrics, Miss
 from proxy.store import Checkpoints
@@ -30,6 +33,8 @@ log = logging.getLogger("warmfold.compaction")
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 LOCK_TTL_S = 20.0
 _POLL_S = 0.1
+_MAX_SHAPES = 4096
+_MAX_UNCOMMITTED = 256
 LEDGER_SHARE = 0.3
 ANCHOR_SHARE = 0.1
 
@@ -41,6 +46,7 @@ _TRY_AGAIN = frozenset(
         Because.ECHO,
         Because.REFUSAL,
         Because.ERROR_TEXT,
+        Because.TOO_SHORT,
         Because.TRUNCATED,
     }
 )
@@ -99,11 +105,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """One call's result: the summary or the reason, and what the call cost."""
+    """One call's result: the summary or the reason, and what the call cost. `refused`: the provider did not take the request."""
 
     verdict: Summary | Rejected
     usage: Usage
     retry_after_s: float = 0.0
+    refused: bool = False
 
 
 class Compactor:
@@ -116,6 +123,10 @@ class Compactor:
         self._metrics = metrics
         self._flights: dict[str, asyncio.Task[Outcome]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
+        self._shapes: dict[tuple[str, str], Shape] = {}
+        self._began: dict[str, float] = {}
+        self._uncommitted: OrderedDict[str, Checkpoint] = OrderedDict()
+        self.economy = Economy()
 
     def is_busy(self, session: str) -> bool:
         """Whether a compaction of this session runs or waits in this worker."""
@@ -145,36 +156,76 @@ class Compactor:
         if running is None:
             running = self._tasks.spawn(self.compact(job), "compaction")
             self._flights[name] = running
-            running.add_done_callback(lambda _: self._flights.pop(name, None))
+            self._began[name] = clock.monotonic()
+            running.add_done_callback(lambda _: self._landed(name))
         return running
 
+    def _landed(self, name: str) -> None:
+        self._flights.pop(name, None)
+        self._began.pop(name, None)
+
     async def inline(self, job: Job, timeout_s: float) -> Outcome:
-        """The compaction, waited for at most `timeout_s`. It outlives a caller that gives up."""
+        """The compaction, waited for at most `timeout_s` since it began; then the last resort, which serves this request alone.
+
+        It outlives a caller that gives up: whoever comes next for this session joins it. While failures back off nobody is asked.
+        """
+        if job.counters.failures and clock.now_ms() < job.counters.not_before_ms:
+            return await self._without_model(job, Because.BACKOFF)
+        left_s = timeout_s - (clock.monotonic() - self._began.get(str(job.warm.session), clock.monotonic()))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(max(0.0, left_s)):
                 return await asyncio.shield(self.start(job))
         except TimeoutError:
-            return Outcome(None, Because.TIMEOUT, False, None)
+            return await self._without_model(job, Because.TIMEOUT)
+
+    async def _without_model(self, job: Job, because: Because) -> Outcome:
+        """The last resort beside a compaction that still runs, or that is not to be asked for now. It is committed only where none runs."""
+        known = None if self.is_busy(str(job.warm.session)) else await self._store.session(job.warm.session)
+        counters = replace(job.counters, last_turn=job.counters.turns)
+        planner = Planner(job.warm, job.limits, job.policy)
+        return await self._last_resort(job, planner, known, because, counters) or Outcome(None, because, False, None)
+
+    def uncommitted(self, session: str) -> Checkpoint | None:
+        """A checkpoint made for a session before its first turn was stored: a retry of the request that it was made for may carry it."""
+        return self._uncommitted.get(session)
+
+    async def commit_later(
+        self, session: SessionId, checkpoint: Checkpoint, attempt: Attempt | None, counters: Counters
+    ) -> None:
+        """Commit such a checkpoint, now that the session is stored."""
+        if await self._store.commit(Commit(session, 0, checkpoint)):
+            self._uncommitted.pop(str(session), None)
+            if attempt is not None:
+                await self._store.note(session, replace(attempt, outcome="committed"), counters)
 
     async def compact(self, job: Job) -> Outcome:
         """One compaction, from the lock to the commit."""
         async with self._store.flight(job.warm.session, LOCK_TTL_S) as mine:
             known = await self._store.session(job.warm.session)
-            if not mine and known is not None:
+            pressing = job.trigger in (Trigger.GUARD, Trigger.OVERFLOW)
+            if mine is False and (known is not None or not pressing):
                 return self._ended(job, Because.IN_FLIGHT)
+            if not pressing and (mine is None or known is None):
+                # Its result could not be committed: paid for and thrown away.
+                return self._ended(job, Because.STORE)
             if known is not None and _is_superseded(known, job.warm):
                 return self._ended(job, Because.SUPERSEDED)
-            planner = Planner(job.warm, job.limits, job.policy)
+            shape = self._shapes.get((job.upstream.name, job.warm.model), Shape.ANSWER)
+            planner = Planner(job.warm, job.limits, job.policy, shape)
             planned = planner.plan(job.trigger, job.span)
             if isinstance(planned, Plan):
                 return await self._call(job, planned, known, planner)
-            if planned is Because.NO_ROOM and (outcome := await self._last_resort(job, planner, known, planned)):
-                return outcome
+            if planned is Because.NO_ROOM:
+                counters = pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
+                if outcome := await self._last_resort(job, planner, known, planned, counters):
+                    return outcome
             return await self._skipped(job, planned)
 
     async def _call(self, job: Job, plan: Plan, known: Session | None, planner: Planner) -> Outcome:
         began = clock.monotonic()
         reading = await self._read(job, plan)
+        if reading.refused:
+            reading, plan = await self._in_another_shape(job, plan, planner, reading)
         if isinstance(reading.verdict, Rejected) and reading.verdict.because in _TRY_AGAIN:
             self._metrics.compaction_retried(reading.verdict.because)
             reading = await self._read(job, plan)
@@ -182,16 +233,42 @@ class Compactor:
         duration_ms = round((clock.monotonic() - began) * 1000)
         if isinstance(made, Rejected):
             attempt = _attempt(job, plan, reading.usage, "failed", made.because, duration_ms, None)
-            await self._noted(job, attempt, pressure.after_failure(job.counters, clock.now_ms(), reading.retry_after_s))
-            return await self._last_resort(job, planner, known, made.because) or Outcome(
-                None, made.because, False, attempt
-            )
-        return await self._commit(
-            job, made, known, _attempt(job, plan, reading.usage, "committed", "", duration_ms, made)
-        )
+            counters = pressure.after_failure(job.counters, clock.now_ms(), reading.retry_after_s)
+            await self._noted(job, attempt, counters)
+            resort = await self._last_resort(job, planner, known, made.because, counters)
+            return resort or Outcome(None, made.because, False, attempt)
+        counters = pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
+        attempt = _attempt(job, plan, reading.usage, "committed", "", duration_ms, made)
+        return await self._commit(job, made, known, attempt, counters)
 
-    async def _last_resort(self, job: Job, planner: Planner, known: Session | None, because: Because) -> Outcome | None:
-        """A checkpoint without a model, where the request would not fit otherwise; None where that is not so, or nothing can be covered."""
+    async def _in_another_shape(
+        self, job: Job, plan: Plan, planner: Planner, reading: _Reading
+    ) -> tuple[_Reading, Plan]:
+        """The provider refused the request: once without the rebuilt answer, once with an answer of ours in between. What works is remembered.
+
+        Templates of the Mistral and Gemma families refuse a user message behind another one, or behind a tool result.
+        """
+        tried = {plan.replay.body}
+        for shape in (Shape.PLAIN, Shape.BRIDGED):
+            other = replace(planner, shape=shape).plan(job.trigger, job.span)
+            if not isinstance(other, Plan) or other.replay.body in tried:
+                continue
+            tried.add(other.replay.body)
+            self._metrics.compaction_retried(Because.STATUS)
+            reading, plan = await self._read(job, other), other
+            if not reading.refused:
+                if len(self._shapes) < _MAX_SHAPES:
+                    self._shapes[job.upstream.name, job.warm.model] = shape
+                break
+        return reading, plan
+
+    async def _last_resort(
+        self, job: Job, planner: Planner, known: Session | None, because: Because, counters: Counters
+    ) -> Outcome | None:
+        """A checkpoint without a model, where the request would not fit otherwise; None where that is not so, or nothing can be covered.
+
+        `counters` are those that hold after it: it is no success, so it ends no back-off.
+        """
         if job.trigger not in (Trigger.GUARD, Trigger.OVERFLOW) or job.limits.window.assumed:
             return None
         region = planner.without_call()
@@ -201,32 +278,33 @@ class Compactor:
         earlier = warm.applied.text if warm.applied else ""
         covered = warm.messages[max(0, region.from_ - warm.offset) : region.k - warm.offset]
         budget = int(job.limits.summary / max(1.0, warm.factor))
-        made = self._checkpoint(
-            job, region, region.k, last_resort.summary(covered, earlier, budget), known, Scope.REGION, "mechanical"
-        )
+        text = last_resort.summary(covered, earlier, budget)
+        made = self._checkpoint(job, region, region.k, text, known, Scope.REGION, "mechanical")
         if isinstance(made, Rejected):
             return None
-        attempt = replace(
-            _attempt(job, None, Usage(), "committed", because, 0, made),
-            from_=region.from_,
-            k=region.k,
-            strategy="mechanical",
-        )
-        return await self._commit(job, made, known, attempt)
+        log.warning("mechanical checkpoint session=%s because=%s covered=%d", warm.session, because, region.k)
+        attempt = _attempt(job, None, Usage(), "committed", because, 0, made)
+        attempt = replace(attempt, from_=region.from_, k=region.k, strategy="mechanical")
+        return await self._commit(job, made, known, attempt, counters)
 
-    async def _commit(self, job: Job, made: Checkpoint, known: Session | None, attempt: Attempt) -> Outcome:
-        """Make it the session's newest. A session that the store does not know has no version yet: the checkpoint serves this request alone."""
+    async def _commit(
+        self, job: Job, made: Checkpoint, known: Session | None, attempt: Attempt, counters: Counters
+    ) -> Outcome:
+        """Make it the session's newest. A session that the store does not know has no version yet: it is committed behind its first turn."""
         if known is None:
             attempt = replace(attempt, outcome="made")
             self._count(job, attempt)
+            self._uncommitted[str(job.warm.session)] = made
+            if len(self._uncommitted) > _MAX_UNCOMMITTED:
+                self._uncommitted.popitem(last=False)
             return Outcome(made, None, False, attempt)
         if not await self._store.commit(Commit(job.warm.session, known.version, made)):
             attempt = replace(attempt, outcome="failed", because=Because.CONFLICT, generation=0)
             await self._noted(job, attempt, job.counters)
             return Outcome(made, Because.CONFLICT, False, attempt)
-        await self._noted(
-            job, attempt, pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
-        )
+        if job.trigger is Trigger.SOFT:
+            self.economy.made(job.warm.session.tenant, clock.monotonic())
+        await self._noted(job, attempt, counters)
         return Outcome(made, None, True, attempt)
 
     async def _read(self, job: Job, plan: Plan) -> _Reading:
@@ -248,7 +326,7 @@ class Compactor:
             return _Reading(Rejected(Because.UNREACHABLE), Usage())
         if reply.status != 200:
             because = Because.RATE_LIMITED if reply.status in (429, 503) else Because.STATUS
-            return _Reading(Rejected(because), Usage(), _retry_after_s(reply))
+            return _Reading(Rejected(because), Usage(), _retry_after_s(reply), refused=reply.status in (400, 422))
         try:
             answer = orjson.loads(data)
         except orjson.JSONDecodeError:
@@ -368,13 +446,16 @@ def _is_superseded(known: Session, warm: Warm) -> bool:
 
 
 def _retry_after_s(reply: Reply) -> float:
-    for name, value in reply.headers:
-        if name.lower() == "retry-after":
-            try:
-                return min(3600.0, max(0.0, float(value)))
-            except ValueError:
-                return 0.0
-    return 0.0
+    """Seconds of a Retry-After, which may also be a date; at most an hour."""
+    value = next((value for name, value in reply.headers if name.lower() == "retry-after"), "")
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - clock.now_ms() / 1000
+        except ValueError:
+            return 0.0
+    return min(3600.0, max(0.0, seconds))
 
 
 def _attempt(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -24,15 +25,16 @@ from proxy.core.answer import Tap
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.limits import Limits, limits
 from proxy.core.model import (
+    Attempt,
     Because,
     Checkpoint,
-    Commit,
     Digest,
     Facts,
     Pending,
     Recalled,
     Saved,
     Session,
+    SessionId,
     Trigger,
     Window,
 )
@@ -57,10 +59,14 @@ from proxy.windows import Windows
 log = logging.getLogger("warmfold.journey")
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 PIECE_BYTES = 65_536
 UNREWRITTEN_S = 600.0
-MAX_UNREWRITTEN = 10_000
+MAX_REMEMBERED = 10_000
+_REFUSED = frozenset({400, 422})
+"""How providers say that they do not take a request's shape or parameters."""
+
 FORCE_REFUSED = "x-warmfold-mode: force is refused where api_key_env is set: a client could spend the operator's tokens (upstream.api_key_env)."
 
 
@@ -89,12 +95,14 @@ class Talk:
 class Route:
     """The request as it goes out, and what happened before: `note` is the value of x-warmfold-compaction.
 
-    `uncommitted`: the checkpoint in it was made for a session that the store does not know yet; it is committed once the turn is saved.
+    `uncommitted`: the checkpoint in it was made for a session that the store does not know yet; it is committed once the turn is saved, and
+    `attempt` noted then.
     """
 
     routed: Routed
     note: str
     uncommitted: Checkpoint | None = None
+    attempt: Attempt | None = None
 
 
 class Journey:
@@ -122,6 +130,7 @@ class Journey:
         self._reader = Reader()
         self._unwritten: dict[Digest, Session] = {}
         self._unrewritten: dict[str, float] = {}
+        self._without_usage: dict[tuple[str, str], float] = {}
         self._id_fields = frozenset(config.session.id_fields)
 
     async def chat_completion(self, client: Client) -> None:
@@ -141,16 +150,10 @@ class Journey:
 
         plain = Route(rewrite.as_sent(talk.conversation.request), "none")
         route = await self._safely(self._route(talk), "rewrite") or plain
-        asked, body = self._ask_for_usage(talk, route.routed)
-        reply = await self._sender.send(inbound, upstream, body)
-        if _is_refused_rewrite(reply, route.routed):
-            await reply.close()
-            route = plain
-            self._leave_unrewritten(talk)
-            asked, body = self._ask_for_usage(talk, route.routed)
-            reply = await self._sender.send(inbound, upstream, body)
+        reply, route, asked = await self._forward(talk, route, plain)
         if route.routed.applied is not None:
             self._metrics.checkpoint_applied()
+            self._compactor.economy.used(talk.lineage.id.tenant)
         self._compact_beside(talk)
 
         tap = Tap(tenancy.header(reply.headers, "content-type"), tenancy.header(reply.headers, "content-encoding"))
@@ -220,7 +223,9 @@ class Journey:
 
     def _explicit_id(self, inbound: Inbound, request: ChatRequest) -> str:
         for name in ("x-warmfold-session", *self._config.session.id_headers):
-            if value := tenancy.header(inbound.headers, name):
+            value = tenancy.header(inbound.headers, name)
+            # Our own id, sent back, says nothing that the conversation does not say.
+            if value and not (name == "x-warmfold-session" and SessionId.parse(value)):
                 return value
         return next((value for key in self._config.session.id_fields if (value := request.text(key))), "")
 
@@ -232,18 +237,15 @@ class Journey:
         if talk.mode is Mode.OBSERVE or self._is_unrewritten(talk):
             return Route(rewrite.as_sent(found.request), self._note(talk))
         applied = rewrite.applicable(talk.recalled, found.chain, found.preamble)
-        route = Route(rewrite.route(found.request, found.preamble_length, applied), self._note(talk))
+        made = self._compactor.uncommitted(str(talk.lineage.id))
+        if applied is None and made is not None:
+            applied = rewrite.applicable(Recalled(None, 0, own=made), found.chain, found.preamble)
+        routed = rewrite.route(found.request, found.preamble_length, applied)
+        route = Route(routed, self._note(talk), made if made is not None and applied is made else None)
         return await self._safely(self._guard(talk, route), "guard") or route
 
     def _is_unrewritten(self, talk: Talk) -> bool:
         return clock.monotonic() < self._unrewritten.get(str(talk.lineage.id), 0.0)
-
-    def _leave_unrewritten(self, talk: Talk) -> None:
-        """The provider refused what we made of the request: this session goes out as it comes for a while."""
-        self._metrics.retried(Retry.SHAPE)
-        if len(self._unrewritten) >= MAX_UNREWRITTEN:
-            self._unrewritten.clear()
-        self._unrewritten[str(talk.lineage.id)] = clock.monotonic() + UNREWRITTEN_S
 
     def _note(self, talk: Talk) -> str:
         pending = talk.lineage.known is not None and talk.lineage.known.pending is not None
@@ -274,17 +276,48 @@ class Journey:
                     self._metrics.unshrinkable()
                 failed = f"failed-{outcome.because or Because.CONFLICT}"
                 return route if route.note == "inline" else replace(route, note=failed)
-            fresh = made is not None and not outcome.committed and outcome.because is None
-            route = Route(shorter, "inline", made if fresh else None)
+            unknown = talk.lineage.known is None and not outcome.committed and outcome.because is None
+            route = Route(shorter, "inline", made if unknown else None, outcome.attempt)
         return route
 
     # 5. Forward
 
+    async def _forward(self, talk: Talk, route: Route, plain: Route) -> tuple[Reply, Route, bool]:
+        """The provider's reply, what it was a reply to, and whether we asked for usage on our own account.
+
+        What we made of the request may be refused: then it goes out once without our question, and once as it came. Each is remembered
+        only if it was the cure, since the request may deserve its refusal.
+        """
+        asked, body = self._ask_for_usage(talk, route.routed)
+        reply = await self._sender.send(talk.inbound, talk.upstream, body)
+        if asked and reply.status in _REFUSED:
+            await reply.close()
+            reply = await self._sender.send(talk.inbound, talk.upstream, route.routed.body)
+            self._metrics.retried(Retry.STREAM_OPTIONS)
+            asked = False
+            if reply.status not in _REFUSED:
+                log.warning("the upstream refuses stream_options upstream=%s", talk.upstream.name)
+                _bounded(self._without_usage, (talk.upstream.name, talk.conversation.request.model), math.inf)
+        if route.routed.applied is not None and reply.status in _REFUSED:
+            await reply.close()
+            reply = await self._sender.send(talk.inbound, talk.upstream, plain.routed.body)
+            self._metrics.retried(Retry.SHAPE)
+            if reply.status not in _REFUSED:
+                log.warning(
+                    "the upstream refuses a rewritten request, its session goes on unrewritten session=%s",
+                    talk.lineage.id,
+                )
+                _bounded(self._unrewritten, str(talk.lineage.id), clock.monotonic() + UNREWRITTEN_S)
+            route = plain
+        return reply, route, asked
+
     def _ask_for_usage(self, talk: Talk, routed: Routed) -> tuple[bool, bytes]:
-        """Whether we asked the stream for its usage on our own account, and the body to send."""
+        """Whether we ask the stream for its usage on our own account, and the body to send."""
         request = talk.conversation.request
         wanted = talk.upstream.stream_usage
         if not request.stream or request.asks_for_usage or wanted == "never":
+            return False, routed.body
+        if (talk.upstream.name, request.model) in self._without_usage:
             return False, routed.body
         if wanted == "auto" and talk.estimate(routed.applied) < talk.limits.soft // 2:
             return False, routed.body
@@ -309,8 +342,8 @@ class Journey:
         pending = Pending(trigger, clock.now_ms()) if trigger is not None and waits else None
         saved = await self._save(talk, self._saved(talk, route, forwarded, pending))
         if saved and route.uncommitted is not None:
-            await self._store.commit(Commit(talk.lineage.id, version=0, checkpoint=route.uncommitted))
-        if trigger is not None and not waits:
+            await self._compactor.commit_later(talk.lineage.id, route.uncommitted, route.attempt, talk.lineage.counters)
+        if trigger is not None and not waits and saved:
             warm = turn.warm_after(talk.lineage.id, talk.conversation, route.routed, forwarded, talk.factor)
             self._compactor.later(self._job(talk, warm, trigger, forwarded.used), talk.policy.settle_s)
 
@@ -329,7 +362,16 @@ class Journey:
             return Trigger.FORCE
         counters = replace(talk.lineage.counters, turns=talk.lineage.counters.turns + 1)
         applied = route.routed.applied is not None
-        because = pressure.due(forwarded.used, talk.limits, counters, clock.now_ms(), applied=applied)
+        because = pressure.due(
+            forwarded.used,
+            talk.limits,
+            counters,
+            clock.now_ms(),
+            applied=applied,
+            root_unapplied=talk.recalled.root_unapplied if talk.recalled else 0,
+        )
+        if because is None and self._compactor.economy.is_paused(talk.lineage.id.tenant, clock.monotonic()):
+            because = Because.UNAPPLIED
         if because is None and self._compactor.is_busy(str(talk.lineage.id)):
             because = Because.IN_FLIGHT
         if because is None and talk.mode is Mode.OBSERVE:
@@ -425,12 +467,11 @@ def _is_too_small(found: Conversation, sizes: Limits) -> bool:
     return len(found.facts) < 2 or sum(map(len, found.messages)) < sizes.min_region
 
 
-def _is_refused_rewrite(reply: Reply, routed: Routed) -> bool:
-    """Whether the provider may have refused what we made of the request: then the client's own goes out once, as it came.
-
-    Credentials, quotas and missing models are judged without regard to the messages.
-    """
-    return routed.applied is not None and reply.status in (400, 422)
+def _bounded(memory: dict[K, float], key: K, value: float) -> None:
+    """Remember something about what clients name; forget all of it where they name too much."""
+    if len(memory) >= MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = value
 
 
 def _told(talk: Talk, route: Route) -> tuple[tuple[str, str], ...]:

@@ -57,6 +57,7 @@ class Retry(StrEnum):
     STALE_CONNECTION = "stale_connection"
     OVERFLOW = "overflow"
     SHAPE = "shape"
+    STREAM_OPTIONS = "stream_options"
 
 
 class Miss(StrEnum):

@@ -17,6 +17,9 @@ from proxy.core.model import Usage
 MAX_KEPT_BYTES = 8 * 1024 * 1024
 """More of an answer is not read: usage is then unknown. A long answer has 100k tokens, in chunks of about 60 bytes each."""
 
+_MAX_COUNT = 1_000_000_000
+"""More tokens than any window has: a number beyond it counts something else."""
+
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -271,4 +274,5 @@ def _inner(usage: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 def _count(usage: Mapping[str, object], key: str) -> int | None:
     value = usage.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    plausible = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
+    return value if plausible and isinstance(value, int) else None

@@ -69,8 +69,19 @@ def ledger(covered: Sequence[bytes], position: int, earlier: Sequence[Said], bud
 
 
 def rendered(entries: Iterable[Said]) -> str:
-    """The ledger as it stands in the checkpoint."""
-    return "\n\n".join(f"{entry.role}: {entry.text}" for entry in entries)
+    """The ledger as it stands in the checkpoint: each entry in a tag of its own, so that no text can pass for another entry."""
+    return "\n".join(
+        f'<checkpoint_said role="{entry.role}" message="{entry.position}">{broken(entry.text)}</checkpoint_said>'
+        for entry in entries
+    )
+
+
+_TAGS = re.compile(r"<(?=[\s/]{0,8}checkpoint_(?:summary|ledger|said))", re.IGNORECASE)
+
+
+def broken(text: str) -> str:
+    """A text in which none of the checkpoint's own tags stands: nothing inside can close a part, or open one."""
+    return _TAGS.sub("&lt;", text)
 
 
 def states_constraint(text: str) -> bool:

@@ -31,6 +31,7 @@ class Because(StrEnum):
     INSUFFICIENT_GAIN = "insufficient_gain"
     NO_BOUNDARY = "no_boundary"
     NO_ROOM = "no_room"
+    UNSHRINKABLE = "unshrinkable"
     UNAPPLIED = "unapplied"
     IN_FLIGHT = "in_flight"
     COLD = "cold"
@@ -60,6 +61,7 @@ class Because(StrEnum):
     REFUSAL = "refusal"
     ERROR_TEXT = "error_text"
     ECHO = "echo"
+    TOO_SHORT = "too_short"
     INTERNAL = "internal"
 
 
@@ -369,12 +371,14 @@ class Recalled:
     they cover and what their summariser saw lie on the request's chain. `own`: the session's newest, where the request continues the
     session (same explicit id, same end). `foreign`: where there is no `own`, those of the root's sessions, longest first, newest
     first among equals, at most four and no two with the same preamble; whether it is the request's is for the caller to judge.
+    `root_unapplied`: checkpoints made lately for any session of the root since a request last carried one.
     """
 
     session: Session | None
     matched: int
     own: Checkpoint | None = None
     foreign: tuple[Checkpoint, ...] = ()
+    root_unapplied: int = 0
 
 
 @dataclass(frozen=True, slots=True)

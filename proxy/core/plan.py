@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from itertools import accumulate
 from typing import Protocol
 
@@ -83,6 +84,17 @@ BLOCK_TOKENS = 32
 """Providers cache whole blocks (16 tokens on vLLM): the last part of a prompt, and the template's closing, are processed again."""
 
 
+class Shape(StrEnum):
+    """What stands between the replayed messages and the instruction. The last resort of strict templates is a short answer of ours."""
+
+    ANSWER = "answer"
+    PLAIN = "plain"
+    BRIDGED = "bridged"
+
+
+BRIDGE = b'{"role":"assistant","content":"Noted."}'
+
+
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Plans the compaction of one warm request. `output_key`: the output limit's name where the client sent none; "" sends none."""
@@ -90,6 +102,7 @@ class Planner:
     warm: Warm
     limits: Limits
     settings: Settings
+    shape: Shape = Shape.ANSWER
     output_key: str = ""
 
     def plan(self, trigger: Trigger, span: tuple[int, int] | None = None) -> Plan | Because:
@@ -189,7 +202,7 @@ class Planner:
             warm.head,
             messages,
             warm.tail,
-            answer=warm.answer if scope is Scope.WARM else None,
+            answer=self._between(scope, read_to),
             text=text,
             output_tokens=max(16, min(limits.output, limits.window.tokens - asked)),
             keep_response_format=self.settings.keep_response_format,
@@ -197,6 +210,13 @@ class Planner:
         )
         new = round(tokens.of_text(text) * warm.factor) + tokens.MESSAGE_OVERHEAD + unseen + BLOCK_TOKENS
         return Plan(chosen, scope, read_to, built, asked, new, limits)
+
+    def _between(self, scope: Scope, read_to: int) -> bytes | None:
+        """The assistant message in front of the instruction, if any."""
+        if scope is Scope.WARM and self.shape is Shape.ANSWER:
+            return self.warm.answer
+        last = self.warm.facts[read_to - 1 - self.warm.offset].role
+        return BRIDGE if self.shape is Shape.BRIDGED and last != "assistant" else None
 
 
 def ref(covered: Region, read_to: int, warm: Warm, checkpoint_id: str, generation: int) -> CheckpointRef:

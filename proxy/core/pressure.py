@@ -13,8 +13,13 @@ UNAPPLIED_LIMIT = 2
 UNAPPLIED_PAUSE_S = 900
 
 
-def due(used: int | None, limits: Limits, counters: Counters, now_ms: int, *, applied: bool) -> Because | None:
-    """None: a soft compaction is due. Else why not. `applied`: the turn carried a checkpoint, so the last one was of use."""
+def due(
+    used: int | None, limits: Limits, counters: Counters, now_ms: int, *, applied: bool, root_unapplied: int = 0
+) -> Because | None:
+    """None: a soft compaction is due. Else why not. `applied`: the turn carried a checkpoint, so the last one was of use.
+
+    `root_unapplied`: what all sessions of the root made lately without use; a client that rewrites its history has a new one each turn.
+    """
     if used is None:
         return Because.UNKNOWN_USAGE
     if used < limits.soft:
@@ -24,6 +29,8 @@ def due(used: int | None, limits: Limits, counters: Counters, now_ms: int, *, ap
             return Because.BACKOFF
         if counters.unapplied >= UNAPPLIED_LIMIT and not applied:
             return Because.UNAPPLIED
+    if root_unapplied >= UNAPPLIED_LIMIT and not applied:
+        return Because.UNAPPLIED
     if counters.last_turn is not None and counters.turns - counters.last_turn < limits.debounce_turns:
         return Because.DEBOUNCE
     return None

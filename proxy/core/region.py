@@ -83,11 +83,14 @@ def choose(
     no compaction shrinks: tools, preamble, a kept head.
     """
     cuts = [c for c in legal_cuts(facts, offset) if c > from_]
-    cuts = [c for c in cuts if c <= latest] or cuts
     if not cuts:
         return Because.NO_BOUNDARY
     after = _suffix_sums(sizes)
-    k = _cut(facts, cuts, after, limits, offset)
+    if anyway and fixed + after[cuts[-1] - offset] > limits.window.tokens:
+        # Preamble, tools and the newest messages alone do not fit: a compaction would be paid for and change nothing.
+        return Because.UNSHRINKABLE
+    cuts = [c for c in cuts if c <= latest] or cuts
+    k = _cut(facts, cuts, after, limits, offset, fixed)
     new = after[max(0, from_ - offset)] - after[k - offset]
     region = Region(from_, k, replaced_tokens + new, after[k - offset])
     if not anyway:
@@ -106,10 +109,16 @@ def _suffix_sums(sizes: Sequence[int]) -> list[int]:
     return sums
 
 
-def _cut(facts: Sequence[Facts], cuts: Sequence[int], after: Sequence[int], limits: Limits, offset: int) -> int:
-    """The cut whose tail is large enough but not larger than a quarter of the window; of several the best place, then the smallest tail."""
-    want = min(limits.tail_cap, max(limits.keep_recent, after[_recent_turns(facts, limits.keep_recent_turns)]))
-    fitting = [c for c in cuts if want <= after[c - offset] <= limits.tail_cap]
+def _cut(
+    facts: Sequence[Facts], cuts: Sequence[int], after: Sequence[int], limits: Limits, offset: int, fixed: int
+) -> int:
+    """The cut whose tail is large enough but not larger than a quarter of the window; of several the best place, then the smallest tail.
+
+    Nor is it so large that with what is fixed and a checkpoint of the usual size it would press against the soft watermark again.
+    """
+    cap = min(limits.tail_cap, max(0, limits.soft - fixed - limits.summary // 2 - limits.ledger))
+    want = min(cap, max(limits.keep_recent, after[_recent_turns(facts, limits.keep_recent_turns)]))
+    fitting = [c for c in cuts if want <= after[c - offset] <= cap]
     if fitting:
         return max(fitting, key=lambda c: (_place(facts, c - offset), c))
     # No boundary in that range: the next smaller tail, unless the newest balanced group alone is larger than all that. Neither shall

@@ -52,8 +52,11 @@ class Sessions(Protocol):
 class Checkpoints(Protocol):
     """The way of a compaction."""
 
-    def flight(self, session: SessionId, ttl_s: float) -> AbstractAsyncContextManager[bool]:
-        """The session's lock over all workers: True if we hold it. Renewed while held, released at the end, gone after ttl_s if we die."""
+    def flight(self, session: SessionId, ttl_s: float) -> AbstractAsyncContextManager[bool | None]:
+        """The session's lock over all workers: True if we hold it, False if somebody else does, None if the store cannot tell.
+
+        Renewed while held, released at the end, gone after ttl_s if we die.
+        """
         ...
 
     async def session(self, session: SessionId) -> Session | None:

@@ -23,8 +23,8 @@ log = logging.getLogger("warmfold.store")
 
 
 @asynccontextmanager
-async def held(line: Line, tasks: Tasks, key: bytes, ttl_s: float) -> AsyncIterator[bool]:
-    """Whether the lock is ours within the block; renewed meanwhile, let go of at the end, gone after `ttl_s` if we die."""
+async def held(line: Line, tasks: Tasks, key: bytes, ttl_s: float) -> AsyncIterator[bool | None]:
+    """Whether the lock is ours within the block; None: the store cannot tell. Renewed meanwhile, let go of at the end, gone after `ttl_s` if we die."""
     lock = Lock(line.client, key, timeout=ttl_s, blocking=False, thread_local=False)
     token = clock.token().encode()
     try:
@@ -37,9 +37,9 @@ async def held(line: Line, tasks: Tasks, key: bytes, ttl_s: float) -> AsyncItera
         if not isinstance(error, StoreUnavailable):
             line.count(Trouble.INTERNAL)
             log.error("store call failed call=flight error=%s", type(error).__name__)
-        mine = False
+        mine = None
     if not mine:
-        yield False
+        yield mine
         return
     renewing = tasks.spawn(_renew(line, lock, ttl_s), "store-lock")
     try:

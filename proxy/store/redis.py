@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import update_wrapper
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from proxy.core import pressure
 from proxy.core.model import (
     Attempt,
     ByteHash,
@@ -40,6 +41,9 @@ log = logging.getLogger("warmfold.store")
 JOURNAL_LINES = 50
 KEPT_REFS = 8
 """References that a session keeps to its own checkpoints, and a prefix to those that end there."""
+
+UNAPPLIED_MS = pressure.UNAPPLIED_PAUSE_S * 1000
+"""For how long a checkpoint that no request carried counts against further ones of its root."""
 
 MOST_FOREIGN = 4
 MAX_MESSAGES = 32_768
@@ -113,17 +117,18 @@ class RedisStore:
             return Recalled(None, 0)
         of = Keys.of(query.tenant, query.root)
         args = (keys.encoded(query.explicit), b"".join(query.chain), MOST_FOREIGN, MAX_WALK)
-        found, own, foreign, faults = await self._run(scripts.RECALL, of, args, self._line.short_s)
+        found, own, foreign, faults, unapplied = await self._run(scripts.RECALL, of, args, self._line.short_s)
         self._count_all(faults)
         readable = (self._checkpoint(of, value) for value in foreign)
         others = tuple(one for one in readable if one is not None)
         if found is None:
-            return Recalled(None, 0, None, others)
+            return Recalled(None, 0, None, others, unapplied)
         lineage, matched, record, entries = found
         session = self._session(SessionId(query.tenant, query.root, lineage.decode()), record, entries)
         if session is None:
-            return Recalled(None, 0, None, others)
-        return Recalled(session, matched, self._checkpoint(of, own) if own is not None else None, others)
+            return Recalled(None, 0, None, others, unapplied)
+        mine = self._checkpoint(of, own) if own is not None else None
+        return Recalled(session, matched, mine, others, unapplied)
 
     @fails_open(False)
     async def save(self, turn: Saved) -> bool:
@@ -144,7 +149,7 @@ class RedisStore:
 
     # the way of a compaction
 
-    def flight(self, session: SessionId, ttl_s: float) -> AbstractAsyncContextManager[bool]:
+    def flight(self, session: SessionId, ttl_s: float) -> AbstractAsyncContextManager[bool | None]:
         """The session's lock: see lock.py."""
         return lock.held(self._line, self._tasks, Keys.around(session).lock(session.lineage), ttl_s)
 
@@ -179,7 +184,7 @@ class RedisStore:
         of, lineage, checkpoint = Keys.around(commit.session), commit.session.lineage, commit.checkpoint
         reference = values.packed_ref(checkpoint.ref, lineage)
         value = values.checkpoint_value(of.owner, checkpoint)
-        args = (lineage, commit.version, reference, value, self._lifetimes.checkpoint_ms, KEPT_REFS)
+        args = (lineage, commit.version, reference, value, self._lifetimes.checkpoint_ms, KEPT_REFS, UNAPPLIED_MS)
         verdict = await self._run(scripts.COMMIT, of, args, self._line.long_s)
         if verdict != b"committed":
             self.count(Trouble(verdict.decode()))

@@ -53,7 +53,7 @@ def _plan(
     output_key: str = "",
     **settings: Any,
 ) -> Plan | Because:
-    return Planner(warm, sizes, Policy(**settings), output_key).plan(trigger, span)
+    return Planner(warm, sizes, Policy(**settings), output_key=output_key).plan(trigger, span)
 
 
 def _made(found: Plan | Because) -> Plan:

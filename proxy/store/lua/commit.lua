@@ -1,4 +1,5 @@
--- KEYS: base. ARGV: lineage, version it is based on, reference (packed), the checkpoint's value, time to live in ms, references to keep.
+-- KEYS: base. ARGV: lineage, version it is based on, reference (packed), the checkpoint's value, time to live in ms, references to keep,
+-- for how many ms unapplied checkpoints are counted.
 -- Returns committed, or why not: gone, version, generation, order.
 
 local lineage, version, raw, value, ttl, keep = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5], tonumber(ARGV[6])
@@ -32,6 +33,9 @@ while #others > keep do
 end
 redis.call('SET', ending, packed(others), 'PX', ttl)
 redis.call('SET', base .. 'm', '1', 'PX', ttl)
+-- Checkpoints of this root since one was last applied. It runs out by itself: that is the pause.
+redis.call('INCR', base .. 'u')
+redis.call('PEXPIRE', base .. 'u', ARGV[7])
 
 refs[#refs + 1] = new
 while #refs > keep do

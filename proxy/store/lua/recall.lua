@@ -1,5 +1,5 @@
 -- KEYS: base. ARGV: explicit id or '', chain digests one behind the other, limit of foreign checkpoints, steps to walk at most.
--- Returns {session or false, own checkpoint or false, foreign checkpoints, faults}; session = {lineage, matched, fields, entries}.
+-- Returns {session or false, own checkpoint or false, foreign checkpoints, faults, checkpoints of the root that nobody used}; session = {lineage, matched, fields, entries}.
 
 local explicit, chain, most_foreign = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local n = #chain / CHAIN
@@ -107,4 +107,4 @@ local mine = false
 if session and session[2] == tonumber(session[3][AT.n]) and session[3][AT.explicit] == explicit then
   mine = own(session[3])
 end
-return {session, mine, mine and {} or foreign(), faults}
+return {session, mine, mine and {} or foreign(), faults, tonumber(ask('GET', base .. 'u') or 0) or 0}

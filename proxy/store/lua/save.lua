@@ -61,6 +61,7 @@ end
 
 if applied ~= '' then
   redis.call('HSET', s, 'idle', 0)
+  redis.call('DEL', base .. 'u')
   local seal = seal_of(applied)
   local head = ask('GETRANGE', base .. 'c:' .. applied, 0, #seal + CHAIN - 1)
   if head and #head == #seal + CHAIN and is_sealed(head, seal) then
