@@ -110,7 +110,7 @@ class Planner:
         warm = self.warm
         sizes = [round(f.weight * warm.factor) for f in warm.facts]
         base = round(warm.base * warm.factor)
-        chosen = self._choose(sizes, base, trigger) if span is None else self._asked_for(sizes, span)
+        chosen = self._choose(sizes, base, trigger, latest=warm.end) if span is None else self._asked_for(sizes, span)
         if isinstance(chosen, Because):
             return chosen
         return self._call(chosen, [base, *(base + size for size in accumulate(sizes))])
@@ -118,11 +118,10 @@ class Planner:
     def without_call(self) -> Region | Because:
         """The region for a checkpoint that needs no call, so it need not fit one: all up to the newest messages."""
         warm = self.warm
-        return self._choose(
-            [round(f.weight * warm.factor) for f in warm.facts], round(warm.base * warm.factor), Trigger.GUARD
-        )
+        sizes = [round(f.weight * warm.factor) for f in warm.facts]
+        return self._choose(sizes, round(warm.base * warm.factor), Trigger.GUARD, latest=len(warm.chain))
 
-    def _choose(self, sizes: Sequence[int], base: int, trigger: Trigger) -> Region | Because:
+    def _choose(self, sizes: Sequence[int], base: int, trigger: Trigger, *, latest: int) -> Region | Because:
         warm = self.warm
         replaced = warm.applied.checkpoint_tokens if warm.applied else 0
         from_ = warm.applied.from_ if warm.applied else region.keep_head(warm.facts, self.limits.keep_head_messages)
@@ -133,7 +132,7 @@ class Planner:
             offset=warm.offset,
             from_=from_,
             replaced_tokens=replaced,
-            latest=warm.end,
+            latest=latest,
             anyway=trigger is not Trigger.SOFT,
             fixed=max(0, base - replaced),
         )

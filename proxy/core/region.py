@@ -24,6 +24,10 @@ class Region:
     tail_tokens: int
 
 
+UNSHRINKABLE = 1.5
+"""So many windows of what cannot be covered are certainly too much: a count of ours may be wrong by a third before the first usage."""
+
+
 def legal_cuts(facts: Sequence[Facts], offset: int = 0) -> tuple[int, ...]:
     """All positions in (offset, offset + len) before which a cut is legal, ascending. `offset` is the position of facts[0]."""
     parted = _parted(facts)
@@ -78,7 +82,7 @@ def choose(
     """The region that the next checkpoint shall cover, or why there is none.
 
     `facts` and `sizes` (tokens) describe messages [offset, offset + len): those after an earlier checkpoint, which weighs
-    `replaced_tokens`. A cut after `latest` is taken only where there is no earlier one: what lies behind it was never sent, so it is in
+    `replaced_tokens`. A cut after `latest` is taken only where those before it cover too little: what lies behind it was never sent, so it is in
     no cache. `anyway`: at the hard watermark, after an overflow or on request the minimum does not count. `fixed`: tokens of all that
     no compaction shrinks: tools, preamble, a kept head.
     """
@@ -86,10 +90,12 @@ def choose(
     if not cuts:
         return Because.NO_BOUNDARY
     after = _suffix_sums(sizes)
-    if anyway and fixed + after[cuts[-1] - offset] > limits.window.tokens:
+    if anyway and fixed + after[cuts[-1] - offset] > limits.window.tokens * UNSHRINKABLE:
         # Preamble, tools and the newest messages alone do not fit: a compaction would be paid for and change nothing.
         return Because.UNSHRINKABLE
-    cuts = [c for c in cuts if c <= latest] or cuts
+    early = [c for c in cuts if c <= latest]
+    if early and after[max(0, from_ - offset)] - after[early[-1] - offset] >= limits.min_region:
+        cuts = early
     k = _cut(facts, cuts, after, limits, offset, fixed)
     new = after[max(0, from_ - offset)] - after[k - offset]
     region = Region(from_, k, replaced_tokens + new, after[k - offset])
