@@ -276,7 +276,7 @@ class Compactor:
             return None
         warm = job.warm
         earlier = warm.applied.text if warm.applied else ""
-        covered = warm.messages[max(0, region.from_ - warm.offset) : region.k - warm.offset]
+        covered = (*warm.covered(region)[0], *warm.covered(region)[1])
         budget = int(job.limits.summary / max(1.0, warm.factor))
         text = last_resort.summary(covered, earlier, budget)
         made = self._checkpoint(job, region, region.k, text, known, Scope.REGION, "mechanical")
@@ -349,20 +349,17 @@ class Compactor:
         strategy: str,
     ) -> Checkpoint | Rejected:
         warm = job.warm
-        covered = warm.messages[max(0, region.from_ - warm.offset) : region.k - warm.offset]
+        in_front, behind = warm.covered(region)
         before = warm.applied
         # Estimates, not yet corrected; and never more of a small region than leaves room for it to shrink.
         share = 1 / max(1.0, warm.factor)
         most = region.tokens * share
-        words = ledger.ledger(
-            covered,
-            max(region.from_, warm.offset),
-            before.ledger if before else (),
-            int(min(job.limits.ledger * share, most * LEDGER_SHARE)),
-        )
+        room = int(min(job.limits.ledger * share, most * LEDGER_SHARE))
+        earlier = (*ledger.ledger(in_front, region.from_, (), room), *(before.ledger if before else ()))
+        words = ledger.ledger(behind, max(region.from_, warm.offset), earlier, room)
         present = f"{summary.text}\n{ledger.rendered(words)}"
         exact = anchors.anchors(
-            covered,
+            (*in_front, *behind),
             present,
             before.anchors if before else (),
             int(min(job.limits.anchors * share, most * ANCHOR_SHARE)),

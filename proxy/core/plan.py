@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import accumulate
 from typing import Protocol
 
-from proxy.core import region, replay, rewrite, tokens
+from proxy.core import fingerprint, region, replay, rewrite, tokens
 from proxy.core.limits import INSTRUCTION_TOKENS, Limits
 from proxy.core.model import Because, Checkpoint, CheckpointRef, Digest, Facts, Scope, SessionId, Trigger
 from proxy.core.region import Region
@@ -42,6 +42,11 @@ class Warm:
     base: int
     factor: float
     prompt: int | None
+
+    def covered(self, region: Region) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """The messages that a region covers: those in front of the checkpoint that stands now, and those behind it."""
+        in_front = self.kept[region.from_ :] if self.applied is not None else ()
+        return in_front, self.messages[max(0, region.from_ - self.offset) : region.k - self.offset]
 
     def routed(self, to: int) -> tuple[bytes, ...] | None:
         """All messages as the provider got them, up to position `to`; None where the checkpoint finds no place."""
@@ -124,7 +129,14 @@ class Planner:
     def _choose(self, sizes: Sequence[int], base: int, trigger: Trigger, *, latest: int) -> Region | Because:
         warm = self.warm
         replaced = warm.applied.checkpoint_tokens if warm.applied else 0
-        from_ = warm.applied.from_ if warm.applied else region.keep_head(warm.facts, self.limits.keep_head_messages)
+        if warm.applied is None:
+            from_ = region.keep_head(warm.facts, self.limits.keep_head_messages)
+        elif warm.applied.from_ <= self.limits.keep_head_messages:
+            from_ = warm.applied.from_
+        else:
+            # A middle region that somebody asked for: what stands in front of it is covered now as well.
+            from_ = 0
+            replaced += round(sum(fingerprint.facts(element).weight for element in warm.kept) * warm.factor)
         return region.choose(
             warm.facts,
             sizes,
