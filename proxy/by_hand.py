@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from proxy.admin.ports import CompactAnswer
-from proxy.compactor import Compactor, Job
+from proxy.compactor import Compactor
 from proxy.config import Config
 from proxy.core.limits import limits
 from proxy.core.model import Because, SessionId, Trigger
+from proxy.job import Job
 from proxy.store import Store
 from proxy.tenancy import Tenants
 from proxy.upstream import Inbound

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from proxy import clock, tenancy
 from proxy import mode as modes
-from proxy.compactor import Compactor, Job, Sender
+from proxy.compactor import Compactor
 from proxy.config import Compaction, Config, Upstream
 from proxy.core import conversation as conversations
 from proxy.core import fingerprint, pressure, rewrite, stream_usage, turn
@@ -46,11 +46,13 @@ from proxy.core.stream_usage import UsageFilter
 from proxy.core.turn import Forwarded
 from proxy.downstream import Client
 from proxy.errors import Ended, Refused
+from proxy.job import Job
 from proxy.locality import is_local
 from proxy.metrics import Metrics, Recall, Retry
 from proxy.mode import Mode
 from proxy.relay import relay
 from proxy.store import Store
+from proxy.summariser import Sender
 from proxy.tasks import Tasks
 from proxy.upstream import Inbound, Reply
 from proxy.warm import stored_warm

@@ -20,7 +20,7 @@ from yarl import URL
 from proxy.config import Config
 from proxy.connection import Server
 from proxy.downstream import Client
-from proxy.errors import Answerable, ClientGone, Ended, Refused
+from proxy.errors import Answerable, ClientGone, Ended, Refused, UpstreamFailed
 from proxy.metrics import Metrics, Route
 from proxy.outbound import origin_form
 from proxy.relay import Sender, pass_through
@@ -92,6 +92,10 @@ class Listener:
         finally:
             self._serving.discard(task)
             self._metrics.answered(route, client.status)
+            if client.outcome is Ended.UPSTREAM_BROKE:
+                log.warning(
+                    "upstream failed in the middle of its answer status=%s code=%s", client.status, client.outcome
+                )
             if client.outcome is not None:
                 self._metrics.relayed(client.outcome)
         return client.response()
@@ -100,6 +104,8 @@ class Listener:
         try:
             await self._serve(client, route)
         except Answerable as error:
+            if isinstance(error, UpstreamFailed):
+                log.warning("upstream failed status=%d code=%s: %s", error.status, error.code, error.message)
             await _tell(client, error)
         except ClientGone:
             client.outcome = Ended.CLIENT_GONE

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from proxy.core.journal import Miss
 from proxy.core.model import Because, Trigger, Usage
 from proxy.errors import Ended, UpstreamFault
 from proxy.store.trouble import Trouble
@@ -58,18 +59,6 @@ class Retry(StrEnum):
     OVERFLOW = "overflow"
     SHAPE = "shape"
     STREAM_OPTIONS = "stream_options"
-
-
-class Miss(StrEnum):
-    """The likely reason why a compaction call found less in the provider's cache than it should have."""
-
-    COLD = "cold"
-    WRITE_LAG = "write_lag"
-    TOOLS_CHANGED = "tools_changed"
-    PARAMETER_DROPPED = "parameter_dropped"
-    OTHER_REPLICA = "other_replica"
-    REASONING_STRIPPED = "reasoning_stripped"
-    UNKNOWN = "unknown"
 
 
 class Metrics:

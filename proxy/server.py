@@ -9,6 +9,7 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import click
@@ -20,10 +21,11 @@ from proxy.admin.app import Compactor as ByHandPort
 from proxy.admin.app import admin_app
 from proxy.by_hand import ByHand
 from proxy.compactor import Compactor
-from proxy.config import Config, ConfigError
+from proxy.config import ASSUMED_WINDOW_TOKENS, Config, ConfigError, masked_url
 from proxy.journey import Journey
 from proxy.listener import CannotListen, Chat, Listener, opened
 from proxy.metrics import Metrics
+from proxy.refusals import placed
 from proxy.store import Store
 from proxy.store.connect import open_store
 from proxy.tasks import Tasks
@@ -35,6 +37,8 @@ log = logging.getLogger("warmfold.server")
 
 _CANNOT_LISTEN: Final = 1
 _BAD_CONFIGURATION: Final = 2
+_UNREAD: Final = Path("warmfold.toml")
+"""The name that the README uses. A file of the working directory is never read unasked: what is in force is on the command line."""
 
 
 @dataclass(slots=True)
@@ -98,20 +102,21 @@ def build_journey(
     return journey.chat_completion, ByHand(config, store, compactor, tenants, windows)
 
 
-def run(config: Config) -> None:
+def run(config: Config, file: Path | None) -> None:
     """Serve until SIGTERM or SIGINT, then end within server.grace_s; a second signal ends the process at once.
 
-    Exits with 1 where a port cannot be opened, with 2 where the configuration cannot work, each with one line on stderr.
+    `file`: where the configuration is from, for the log. Exits with 1 where a port cannot be opened, with 2 where the configuration cannot
+    work, each with one line on stderr.
     """
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     _calm_collector()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            runner.run(_serve(config))
+            runner.run(_serve(config, file))
         except CannotListen as error:
             _fail(error, _CANNOT_LISTEN)
         except ConfigError as error:
-            _fail(error, _BAD_CONFIGURATION)
+            _fail(ConfigError(placed(error, config)), _BAD_CONFIGURATION)
 
 
 def _calm_collector() -> None:
@@ -123,7 +128,7 @@ def _calm_collector() -> None:
     gc.set_threshold(10_000, 20, 100)
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, file: Path | None) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_report)
     told = asyncio.Event()
@@ -137,11 +142,33 @@ async def _serve(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     running = await start(config)
+    _announce(config, file)
     log.info("serving base_url=%s upstream=%s admin=%s", running.base_url, config.upstream.base_url, running.admin_url)
     await told.wait()
     log.info("stopping grace_s=%g", config.server.grace_s)
     await running.stop(config.server.grace_s)
     log.info("stopped")
+
+
+def _announce(config: Config, file: Path | None) -> None:
+    """Say what is in effect and would surprise somebody: which file, where the sessions lie, and a window that nobody told us."""
+    if file is None and _UNREAD.exists():
+        log.warning("%s in the working directory is not read; --config %s reads it", _UNREAD, _UNREAD)
+    embedded = config.store.url == "embedded:"
+    log.info(
+        "configuration file=%s store=%s%s",
+        file.absolute() if file else "none",
+        "embedded" if embedded else masked_url(config.store.url),
+        f" data_dir={Path(config.store.data_dir).absolute()}" if embedded else "",
+    )
+    policies = (config.compaction, *(rule.over(config.compaction) for rule in config.models))
+    if all(policy.max_context_tokens is None for policy in policies) and any(
+        policy.mode != "off" for policy in policies
+    ):
+        log.warning(
+            "no window configured: %d tokens assumed for every model; set compaction.max_context_tokens (--window) or [[models]]",
+            ASSUMED_WINDOW_TOKENS,
+        )
 
 
 def _report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def admin_app(
     """The application; the caller binds it to admin.host and admin.port. It owns nothing and closes nothing."""
     has = settings(config)
     health = Health(store, probe_upstream, metrics, has.effective)
-    sessions = Sessions(store, compactor, has.debounce_turns)
+    sessions = Sessions(store, compactor, has.debounce_turns, has.texts_live_s)
     app = web.Application(middlewares=[problems, guard(has.host, has.token)], client_max_size=_MAX_BODY_BYTES)
     app.add_routes(
         [

@@ -15,7 +15,11 @@ COMPACT_TIMEOUT_S = 900.0
 
 
 class CallFailed(Exception):
-    """No useful answer; the message is one line that says what to do."""
+    """No useful answer; the message is one line that says what to do. `code`: the listener's word for it, "" where none came."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Admin:
                 return _read(reply.read(), base)
         except error.HTTPError as refused:
             with refused:
-                raise CallFailed(_refusal(refused.code, refused.read(), base)) from None
+                raise _refusal(refused.code, refused.read(), base) from None
         except (OSError, http.client.HTTPException) as failed:
             # URLError wraps the cause and says nothing of its own.
             cause = failed.reason if isinstance(failed, error.URLError) else failed
@@ -124,13 +128,17 @@ def _read(body: bytes, base: str) -> dict[str, Any]:
     return value
 
 
-def _refusal(status: int, body: bytes, base: str) -> str:
+def _refusal(status: int, body: bytes, base: str) -> CallFailed:
     if status == 401:
-        return f"{base} wants the admin token: set WARMFOLD_ADMIN_TOKEN to the one it was started with"
+        return CallFailed(f"{base} wants the admin token: set WARMFOLD_ADMIN_TOKEN to the one it was started with")
     value = _read(body, base)
     error_ = value.get("error")
-    message = error_.get("message") if isinstance(error_, dict) else None
-    return _one_line(message) if isinstance(message, str) else f"{base} answered {status}"
+    told = error_ if isinstance(error_, dict) else {}
+    message, code = told.get("message"), told.get("code")
+    return CallFailed(
+        _one_line(message) if isinstance(message, str) else f"{base} answered {status}",
+        code if isinstance(code, str) else "",
+    )
 
 
 def _one_line(text: str) -> str:

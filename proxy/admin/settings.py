@@ -9,16 +9,21 @@ import orjson
 
 from proxy.config import Config
 from proxy.core.model import Session
+from proxy.store.writer import Lifetimes
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`token` "": none is asked for. `effective` is the configuration as JSON, masked: it is what GET /config answers."""
+    """`token` "": none is asked for. `effective` is the configuration as JSON, masked: it is what GET /config answers.
+
+    `texts_live_s`: how long a message's bytes live at most once no turn renews them.
+    """
 
     host: str
     token: str = field(repr=False)
     effective: bytes
     debounce_turns: Callable[[Session], int]
+    texts_live_s: int
 
 
 def settings(config: Config) -> Settings:
@@ -28,6 +33,7 @@ def settings(config: Config) -> Settings:
         token=config.secret(config.admin.token_env) or "",
         effective=_effective(config),
         debounce_turns=lambda session: config.compaction_for(session.turn.model if session.turn else "").debounce_turns,
+        texts_live_s=Lifetimes(config.store.session_ttl_s * 1000, config.store.checkpoint_ttl_s * 1000).body_ms // 1000,
     )
 
 

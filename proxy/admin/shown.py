@@ -1,4 +1,4 @@
-"""Sessions, checkpoints and attempts as JSON values. No message, no checkpoint text, no digest leaves here.
+"""Sessions, checkpoints and attempts as JSON values. No digest leaves here, and of a conversation's words only what `words` is asked for.
 
 Positions: `from` is the first covered message, `to` (and `covered`, where it stands alone) the first that is not.
 """
@@ -73,6 +73,15 @@ def checkpoint(of: Checkpoint) -> dict[str, Any]:
     }
 
 
+def words(of: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint says: the summary, the ledger (the user's and the system's own words, `message` being their position), the anchors."""
+    return {
+        "text": of.text,
+        "ledger": [{"role": said.role, "message": said.position, "text": said.text} for said in of.ledger],
+        "anchors": list(of.anchors),
+    }
+
+
 def attempt(of: Attempt) -> dict[str, Any]:
     """A line of the journal. Token counts the provider did not report are null."""
     return {
@@ -95,6 +104,11 @@ def attempt(of: Attempt) -> dict[str, Any]:
         "generation": of.generation,
         "saved_tokens": of.saved_tokens,
     }
+
+
+def last_turn_ms(of: Session) -> int:
+    """When the last turn ended, wall clock; 0 where none is stored."""
+    return of.turn.finished_ms if of.turn else 0
 
 
 def newest_alive(of: Session) -> CheckpointRef | None:

@@ -11,6 +11,7 @@ from aiohttp import web
 from proxy.admin import asked, shown
 from proxy.admin.ports import CompactAnswer, Compactor, Outcome
 from proxy.admin.problem import Problem, answer
+from proxy.admin.reasons import sentence
 from proxy.core.model import Session, SessionId
 from proxy.store import Store
 
@@ -25,21 +26,26 @@ _STATUS: Final[Mapping[Outcome, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Handlers for /sessions and /tenants. `debounce_turns` says how long soft compaction rests after an undo."""
+    """Handlers for /sessions and /tenants.
+
+    `debounce_turns` says how long soft compaction rests after an undo; after `texts_live_s` what a deleted session leaves is gone.
+    """
 
     store: Store
     compactor: Compactor
     debounce_turns: Callable[[Session], int]
+    texts_live_s: int
 
     async def listing(self, request: web.Request) -> web.Response:
-        """A page of sessions in no particular order, and the cursor of the next page, "" at the end."""
+        """A page of sessions, newest turn first within the page, and the cursor of the next page, "" at the end."""
         limit, cursor = asked.page(request)
         page = await self.store.list(limit, cursor)
         if page is None:
             raise await self._absent(
                 Problem(400, "invalid_cursor", "The store does not know this cursor; start again.", param="cursor")
             )
-        return answer({"sessions": [shown.session(one) for one in page.sessions], "cursor": page.cursor})
+        newest_first = sorted(page.sessions, key=shown.last_turn_ms, reverse=True)
+        return answer({"sessions": [shown.session(one) for one in newest_first], "cursor": page.cursor})
 
     async def single(self, request: web.Request) -> web.Response:
         """One session with its journal, newest attempt first."""
@@ -48,7 +54,7 @@ class Sessions:
         return answer({**shown.session(found), "journal": [shown.attempt(one) for one in journal]})
 
     async def summary(self, request: web.Request) -> web.Response:
-        """The newest checkpoint that lives, with its text: the only text of a conversation that this listener gives out."""
+        """The newest checkpoint that lives, with its text, ledger and anchors: all of a conversation that this listener gives out."""
         found = await self._session(asked.session_id(request))
         reference = shown.newest_alive(found)
         if reference is None:
@@ -58,7 +64,9 @@ class Sessions:
             raise await self._absent(
                 Problem(404, "checkpoint_not_found", "The checkpoint's text has passed its time to live.")
             )
-        return answer({**shown.checkpoint(newest), "session": str(found.id), "covered": newest.k, "text": newest.text})
+        return answer(
+            {**shown.checkpoint(newest), "session": str(found.id), "covered": newest.k, **shown.words(newest)}
+        )
 
     async def compact(self, request: web.Request) -> web.Response:
         """Compacts now and answers when that has ended."""
@@ -94,11 +102,11 @@ class Sessions:
         return answer({"id": str(found.id), "undone": sorted(buried), "soft_compaction_resumes_at_turn": resumes})
 
     async def delete(self, request: web.Request) -> web.Response:
-        """Forgets a session and its checkpoints."""
+        """Forgets a session and its checkpoints. Bytes of messages may be those of other sessions too, and run out by themselves."""
         id_ = asked.session_id(request)
         if not await self.store.delete(id_):
             raise await self._absent(_no_session())
-        return answer({"id": str(id_), "deleted": True})
+        return answer({"id": str(id_), "deleted": True, "texts_gone_within_s": self.texts_live_s})
 
     async def delete_tenant(self, request: web.Request) -> web.Response:
         """Forgets all that is kept of a tenant."""
@@ -140,8 +148,8 @@ def _sentence(became: CompactAnswer) -> str:
         case "unknown":
             return "No such session; it may have passed its time to live."
         case "skipped":
-            return f"Not compacted: {became.because}."
+            return f"Not compacted ({became.because}). {sentence(became.because)}".rstrip()
         case "failed":
-            return f"The compaction failed: {became.because}."
+            return f"The compaction failed ({became.because}). {sentence(became.because)}".rstrip()
         case "committed":
             return "Compacted."

@@ -5,11 +5,13 @@ Pure: the environment is handed in. No finding echoes a secret, nor the name of 
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from urllib.parse import unquote, urlsplit
 
 from proxy.config.compaction import Compaction
-from proxy.config.kinds import is_loopback, quoted, shown
+from proxy.config.kinds import is_loopback, masked_url, quoted, shown
 from proxy.config.model import Config
 from proxy.config.sections import Admin
 
@@ -27,7 +29,10 @@ def findings(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """All contradictions of a configuration whose values are each valid."""
     yield from _watermarks_and_prompts(config)
     yield from _names(config)
+    yield from _processes(config)
     yield from _listeners(config)
+    yield from _loops(config)
+    yield from _store(config)
     yield from _secrets(config, environ)
 
 
@@ -69,6 +74,12 @@ def _names(config: Config) -> Iterator[Finding]:
         taken.add(upstream.name)
 
 
+def _processes(config: Config) -> Iterator[Finding]:
+    if config.server.workers > 1:
+        allowed = "1 for now (several workers come with a later release)"
+        yield Finding(("server.workers",), str(config.server.workers), allowed)
+
+
 def _listeners(config: Config) -> Iterator[Finding]:
     server, admin = config.server, config.admin
     if server.host == admin.host and server.port == admin.port != 0:
@@ -82,6 +93,51 @@ def _listeners(config: Config) -> Iterator[Finding]:
     if not is_loopback(admin.host) and not admin.token_env:
         allowed = f"the name of a variable, because admin.host {quoted(admin.host)} is not loopback"
         yield Finding(("admin.token_env", "admin.host"), '""', allowed)
+
+
+def _loops(config: Config) -> Iterator[Finding]:
+    """An upstream that is our own listener: one request would call itself until no descriptor is left."""
+    server = config.server
+    upstreams = (("upstream", config.upstream), *((f"upstreams[{i}]", one) for i, one in enumerate(config.upstreams)))
+    for section, upstream in upstreams:
+        url = urlsplit(upstream.base_url)
+        port = url.port or {"http": 80, "https": 443}[url.scheme]
+        if port == server.port and _is_at(url.hostname or "", server.host):
+            allowed = "the provider's URL, and not that of warmfold's own listener (server.host, server.port): each request would call itself"
+            yield Finding((f"{section}.base_url", "server.port", "server.host"), quoted(upstream.base_url), allowed)
+
+
+def _is_at(host: str, listening: str) -> bool:
+    """Whether a connection to `host` reaches a listener on `listening`, as far as names and literal addresses tell."""
+    called, ours = _address(host), _address(listening)
+    if called == ours:
+        return True
+    return listening in ("0.0.0.0", "::") and is_loopback(called)
+
+
+def _address(host: str) -> str:
+    """The host in one spelling. Names of this machine's loopback are one, and so is the wildcard, which connects to it."""
+    name = host.lower().removesuffix(".")
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return "127.0.0.1" if name == "localhost" or name.endswith(".localhost") else name
+    return "127.0.0.1" if address.is_unspecified or str(address) == "::1" else str(address)
+
+
+def _store(config: Config) -> Iterator[Finding]:
+    """redis-py ignores a database that is no number, and would then use database 0."""
+    scheme = config.store.url.partition(":")[0]
+    if scheme not in ("redis", "rediss"):
+        return
+    try:
+        url = urlsplit(config.store.url)
+        database = unquote(url.path).strip("/") if url.port != 0 else "none"
+    except ValueError:
+        database = "none"
+    if database and not (database.isascii() and database.isdecimal()):
+        allowed = f"{scheme}://HOST:PORT/DATABASE, port and database numbers, other characters percent-encoded"
+        yield Finding(("store.url",), quoted(masked_url(config.store.url)), allowed)
 
 
 def _secrets(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -58,7 +58,7 @@ class Compaction(Section):
     max_context_tokens: int | None = Field(
         default=None,
         ge=256,
-        description="The window in tokens. Set, it wins over what the upstream, an error or the price list says; not set and unknown: 32000, assumed.",
+        description="The window in tokens. Not set, neither here nor in a rule: 32000, assumed, which never triggers the hard watermark.",
     )
     debounce_turns: int = Field(
         default=3,

@@ -45,7 +45,7 @@ def _table(config: Config, section: str, at: str, table: Section) -> Iterator[Se
             continue
         text = shown(getattr(table, name), info)
         if name == "max_context_tokens" and not is_set:
-            text = f"not set ({ASSUMED_WINDOW_TOKENS}, assumed, where nothing else tells)"
+            text = f"not set ({ASSUMED_WINDOW_TOKENS}, assumed)"
         key = f"{section}.{name}"
         origin = config.origin(f"{at}.{name}") if is_set else "default"
         yield Setting(section, f"{at}.{name}", key, text, origin, is_set)

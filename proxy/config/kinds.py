@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from pydantic import AfterValidator, PlainSerializer
 from pydantic.fields import FieldInfo
 
-STORE_SCHEMES: Final = ("redis", "rediss", "unix", "redis+cluster", "redis+sentinel")
+STORE_SCHEMES: Final = ("redis", "rediss", "unix")
 _SHOWN_CHARS: Final = 80
 
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, section 5.6.2
@@ -124,7 +124,10 @@ StoreUrl = Annotated[
     str,
     AfterValidator(_store_url),
     PlainSerializer(masked_url, return_type=str),
-    Kind("embedded: or a URL with one of the schemes " + ", ".join(STORE_SCHEMES), _show_url),
+    Kind(
+        f"embedded: or a URL that begins with {', '.join(f'{scheme}://' for scheme in STORE_SCHEMES)} (no other is built yet)",
+        _show_url,
+    ),
 ]
 Variable = Annotated[
     str, AfterValidator(_variable), Kind("the name of an environment variable, or empty", _show_variable)

@@ -25,6 +25,7 @@ FLAGS: Final = {
     "server.port": "--port",
     "server.workers": "--workers",
     "store.url": "--store",
+    "compaction.max_context_tokens": "--window",
 }
 
 
@@ -91,7 +92,7 @@ class _Environment(EnvSettingsSource):
 def from_environment(environ: Mapping[str, str]) -> Layer:
     """The values of WARMFOLD_SECTION__KEY, parsed by the key's type, and of the lists WARMFOLD_MODELS and WARMFOLD_UPSTREAMS (JSON).
 
-    Other WARMFOLD_ names are not ours to judge; one with two underscores that names no section is a fault.
+    One with two underscores that names no section is a fault; the others that begin with WARMFOLD_ are judged by strays.py.
     """
     lists = {f"{PREFIX}{name}".upper(): name for name in LISTS}
     ours: dict[str, str] = {}

@@ -11,7 +11,8 @@ from proxy.config.checks import findings
 from proxy.config.fault import ConfigError, Fault
 from proxy.config.layers import Layer, from_environment, from_file, from_flags
 from proxy.config.model import Config, Loaded
-from proxy.config.translate import LISTS, Place, fault
+from proxy.config.strays import strays
+from proxy.config.translate import LISTS, Place, fault, is_unknown
 
 
 def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, object]) -> Config:
@@ -31,8 +32,11 @@ def load(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, obje
         faults += [fault(e, loaded.origins) for e in errors]
         # What is left without the faulty values is valid, and may still contradict itself.
         config = Config.model_validate(_without(data, [e["loc"] for e in errors]), context=loaded)
+    named = frozenset(config.variables().values())  # whatever they are called, a key says what they are for
+    faults = [found for found in faults if found.where not in named or not is_unknown(found)]
     if not file.faults:  # a file that could not be read might have held the key that a finding misses
         faults += _cross_faults(config, loaded, {found.key for found in faults})
+        faults += strays(environ, named)
     if faults:
         raise ConfigError(faults)
     return config

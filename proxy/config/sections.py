@@ -29,9 +29,7 @@ class Server(Section):
     port: int = Field(
         default=8080, ge=0, le=65535, description="TCP port to listen on; 0 takes any free one, for tests."
     )
-    workers: int = Field(
-        default=1, ge=1, le=256, description="Processes that share the port. More than one to use more than one core."
-    )
+    workers: int = Field(default=1, ge=1, le=256, description="Processes that share the port. This version runs one.")
     max_body_bytes: int = Field(
         default=64 * 1024 * 1024,
         ge=1,
@@ -108,7 +106,7 @@ class Store(Section):
     url: StoreUrl = Field(
         default="embedded:",
         repr=False,
-        description="embedded: runs a private Valkey; otherwise redis://, rediss://, unix://, redis+cluster:// or redis+sentinel://, shared by replicas.",
+        description="embedded: runs a private Valkey; otherwise redis://, rediss:// or unix://, shared by replicas.",
     )
     data_dir: Filled = Field(
         default=".warmfold",

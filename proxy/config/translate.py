@@ -15,6 +15,8 @@ from proxy.config.model import Config
 from proxy.config.sections import Section
 
 PREFIX: Final = "WARMFOLD_"
+_UNKNOWN_SECTION: Final = "an unknown section"
+_UNKNOWN_KEY: Final = "an unknown key"
 
 Place = tuple[int | str, ...]
 """Where in the configuration: (section, key), or (section, index, key) in a list of tables."""
@@ -94,13 +96,18 @@ def unknown(place: Place, where: str) -> Fault:
     if by_variable and section in LISTS:
         return Fault(where, dotted(place), "a list of tables", f"the whole list as JSON in {PREFIX}{section.upper()}")
     if section not in TABLES:
-        what, known = "an unknown section", "one of the sections " + ", ".join(TABLES)
+        what, known = _UNKNOWN_SECTION, "one of the sections " + ", ".join(TABLES)
         near = [spelled(s, name) if by_variable else s for s in get_close_matches(section, TABLES, 1)]
     else:
-        what, known = "an unknown key", f"a key of {_header(section)}"
+        what, known = _UNKNOWN_KEY, f"a key of {_header(section)}"
         near = [spelled(section, key) for key in get_close_matches(name, fields(section), 1)]
     near = near or [spelled(s, name) for s in TABLES if name in fields(s)]
     return Fault(where, dotted(place), what, known + (f", did you mean {near[0]}?" if near else ""))
+
+
+def is_unknown(of: Fault) -> bool:
+    """Whether a fault is a section or key that does not exist."""
+    return of.found in (_UNKNOWN_SECTION, _UNKNOWN_KEY)
 
 
 def _header(section: str) -> str:

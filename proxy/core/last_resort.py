@@ -6,6 +6,7 @@ does not fit is cut to a line, and then left out with a count.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,11 @@ _LIMITS = {
 _EARLIER_SHARE = 0.4
 """Of the budget, for an earlier checkpoint: it stands for more than what is condensed now."""
 
+_HEAD = "The earlier part of the conversation, shortened mechanically: long texts are cut."
+_BEFORE = "Before that:"
+_OMITTED = re.compile(r"^\((\d{1,9}) entries left out\)$", re.MULTILINE)
+_COUNT_TOKENS = 10
+
 
 @dataclass(frozen=True, slots=True)
 class _Line:
@@ -34,20 +40,21 @@ class _Line:
     limit: int
 
     def cut(self, limit: int) -> str:
+        """At most `limit` characters of it. Further lines are indented, so that none of them can pass for what somebody else said."""
         text = " ".join(self.text.split()) if limit <= _LINE_CHARS else self.text.strip()
         shown = text if len(text) <= limit else text[: limit - 1] + "…"
-        return f"{self.who}: {shown}"
+        return f"{self.who}: " + "\n  ".join(shown.splitlines())
 
 
 def summary(messages: Sequence[bytes], earlier: str, budget_tokens: int) -> Summary:
     """The text for a region. `earlier`: an earlier checkpoint's text, or "". Never raises: an unreadable message is named as such."""
     lines = [line for element in messages for line in _lines(element)]
-    head = "The earlier part of the conversation, shortened mechanically: long texts are cut."
-    parts = [head]
-    left = budget_tokens - tokens.of_text(head) - tokens.MESSAGE_OVERHEAD
-    if earlier:
-        text = _within(earlier, int(left * _EARLIER_SHARE))
-        parts.append(f"Before that:\n{text}")
+    parts = [_HEAD]
+    left = budget_tokens - tokens.of_text(_HEAD) - _COUNT_TOKENS
+    before, omitted = _unframed(earlier)
+    if before:
+        text = _within(before, int(left * _EARLIER_SHARE) - tokens.MESSAGE_OVERHEAD)
+        parts.append(f"{_BEFORE}\n{text}")
         left -= tokens.of_text(text) + tokens.MESSAGE_OVERHEAD
     kept: dict[int, str] = {}
     first = next((at for at, line in enumerate(lines) if line.who == "user"), None)
@@ -60,18 +67,27 @@ def summary(messages: Sequence[bytes], earlier: str, budget_tokens: int) -> Summ
                 kept[at] = text
                 left -= cost
                 break
-    omitted = len(lines) - len(kept)
+    omitted += len(lines) - len(kept)
     if omitted:
         parts.append(f"({omitted} entries left out)")
     return Summary("\n".join([*parts, *(kept[at] for at in sorted(kept))]))
 
 
+def _unframed(earlier: str) -> tuple[str, int]:
+    """An earlier text without what an earlier call of `summary` put around it, and how many entries that one had left out."""
+    if not earlier.startswith(_HEAD):
+        return earlier, 0
+    omitted = sum(int(count) for count in _OMITTED.findall(earlier))
+    lines = _OMITTED.sub(_BEFORE, earlier.removeprefix(_HEAD)).splitlines()
+    return "\n".join(line for line in lines if line and line != _BEFORE), omitted
+
+
 def _within(text: str, budget: int) -> str:
-    """The start of a text that is at most about `budget` tokens."""
-    size = tokens.of_text(text)
-    if size <= budget:
+    """Start and end of a text, together at most about `budget` tokens."""
+    if tokens.of_text(text) <= budget:
         return text
-    return text[: max(0, len(text) * max(0, budget) // size - 1)] + "…"
+    start, end = said.ends(text, budget)
+    return f"{start} […] {end}" if start else "[…]"
 
 
 def _lines(element: bytes) -> Iterator[_Line]:

@@ -3,13 +3,16 @@
 In this order as long as the budget lasts: covered system and developer messages, the first user message (at most half), messages
 that state constraints, then the newest; user messages that share one opening (agents that send tool output as user) come last.
 An earlier checkpoint's entries are carried forward and judged anew with the others.
+
+What was stated early must not fall out because more was said later: task and constraints that together take half of the budget stay
+whole over any number of generations. So of the constraints the oldest come first up to that half, and only then the newest.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 from proxy.core import said, tokens
@@ -29,25 +32,41 @@ class Kind(StrEnum):
 # Words by which people state what must hold later on, in the languages we have test conversations for. Wide rather than narrow: a
 # message taken in for nothing costs a few tokens, one left out costs the user's rule.
 _CONSTRAINT = re.compile(
-    r"\b(?:never|always|must(?:n['’]t)?|do(?:es)? not|don['’]t|cannot|can['’]t|should(?:n['’]t)?|shall|only|avoid|without|unless|"
-    r"make sure|ensure|required?|require[sd]?|forbidden|not allowed|no longer|instead of|from now on|keep in mind|remember|important|"
+    r"\b(?:never|always|must(?:n['’]t)?|do(?:es)? not|don['’]t|cannot|can['’]t|should(?:n['’]t)?|shall|only|avoid|without|unless|except|"
+    r"make sure|ensure|required?|require[sd]?|forbidden|prohibited|mandatory|strictly|refrain|not allowed|no longer|instead of|"
+    r"from now on|by default|(?:each|every) time|whenever|keep(?! going| on\b)|remember|important|"
     r"prefer(?:ence|ably|s|red)?|rather than|constraints?|rules?|at (?:most|least)|no more than|limit(?:ed)?|deadline|budget|policy|"
-    r"i (?:want|need|like|hate)|please (?:use|keep|write|answer|stick)|use only|stick to|hands off|leave .{1,40} alone|off[- ]limits)\b"
-    r"|\b(?:nie(?:mals)?|immer|muss|müssen|darf(?:st)?|dürfen|soll(?:te|en|st)?|nicht|keine?n?|nur|unbedingt|bitte|verboten|"
-    r"vermeide?n?|ausschließlich|wichtig|mindestens|höchstens|statt)\b"
-    r"|\b(?:jamais|toujours|doit|doivent|ne .{1,30} pas|seulement|interdit|évite[rz]?|nunca|siempre|debe[ns]?|solo|prohibido|evita[r]?)\b"
-    r"|不要|不能|不得|不可|不许|不用|必须|务必|一定要|一定|禁止|请勿|切勿|别再|只能|只用|仅限|应该|应当|总是|永远|绝不|避免|记住|注意|要求|限制|优先|偏好|至少|最多|不超过|而不是"
-    r"|絶対|必ず|禁止|いけません|いけない|ないでください|しないで|だけ|のみ|常に|決して|べき|注意|守って|避けて|必要|優先|以内|以上|以下|てください|代わりに",
+    r"i (?:want|need|like|hate)|i(?:['’]d| would) (?:like|rather|prefer)|(?:have|has|needs?) to|call me|allergic|"
+    r"please (?:use|write|answer|stick)|use only|stick to|hands off|leave .{1,40} alone|off[- ]limits|"
+    r"(?:answer|reply|respond|write|speak)(?: \w+)? in)\b"
+    r"|(?:^|[.!?\n] {0,2})(?:use|stop|skip|exclude|include)\b"
+    r"|\b(?:nie(?:mals)?|immer|muss|müssen|darf(?:st)?|dürfen|soll(?:te|en|st)?|nicht|keine?n?|nur|unbedingt|bitte|verboten|ohne|außer|"
+    r"vermeide?n?|ausschließlich|wichtig|mindestens|höchstens|statt|bevorzug\w*|lieber|möchte|zwingend|regeln?|jedes mal|"
+    r"ab (?:jetzt|sofort)|verwende|nutze|benutze|antworte)\b"
+    r"|\b(?:jamais|toujours|doit|doivent|ne .{1,30} pas|seulement|uniquement|sans|interdit|évite[rz]?|il faut|je (?:veux|préfère)|"
+    r"nunca|siempre|debe[ns]?|sólo|solo|únicamente|prohibido|evita[r]?|hay que|prefiero|quiero)\b"
+    r"|不要|不能|不得|不可|不许|不准|不用|不想|不应|不该|必须|务必|一定要|一定|禁止|严禁|请勿|切勿|千万|别再|别用|别动|别改|只能|只用|仅限|"
+    r"应该|应当|总是|永远|绝不|避免|尽量|保持|记住|注意|要求|限制|规则|约束|原则|遵守|遵循|优先|偏好|喜欢|讨厌|希望|想要|需要|请用|请使用|请以|"
+    r"从现在|每次|一律|统一|除非|截止|预算|至少|最多|不超过|而不是"
+    r"|絶対|必ず|禁止|厳禁|不可|いけません|いけない|ないでください|しないで|だけ|のみ|常に|毎回|今後|決して|一切|べき|なければ|ならない|注意|守って|"
+    r"避けて|必要|優先|希望|好み|好き|嫌い|ほしい|欲しい|ルール|規則|制約|条件|期限|予算|以内|以上|以下|こと(?:。|$)|てください|代わりに",
     re.IGNORECASE,
 )
 
 # A full stop inside a word (prod.db) ends no sentence; one of the wide scripts needs no space behind it.
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 _FIRST_SHARE = 0.5
+_EARLY_SHARE = 0.5
+"""Of the budget, for the task and the constraints that were stated first: later ones do not displace them."""
+
 _ENTRY_SHARE = 0.25
 _PLAIN_SHARE = 0.125
 _OPENING_CHARS = 24
+_LABEL = re.compile(r"[^\n:：]{2,32}[:：]")
 _TEMPLATE_REPEATS = 3
+_SHORT_CHARS = 200
+"""A message of a template that states a constraint in so few words is taken at its word: it is a person behind a chat frontend."""
+
 _CUT = " […] "
 _SCAN_CHARS = 20_000
 
@@ -56,15 +75,32 @@ def ledger(covered: Sequence[bytes], position: int, earlier: Sequence[Said], bud
     """The entries, by position. `covered` are the newly covered messages, the first at `position`; `earlier` an earlier ledger."""
     if budget_tokens <= 0:
         return ()
-    entries = _judged([*earlier, *_new(covered, position)])
+    entries = _judged(_distinct([*earlier, *_new(covered, position)]))
     kept: dict[int, Said] = {}
     left = budget_tokens
-    for entry in sorted(entries, key=_rank):
-        text = _fitted(entry, min(left, int(budget_tokens * _share(entry.kind))))
-        cost = tokens.of_text(text) + tokens.MESSAGE_OVERHEAD
-        if text and cost <= left:
-            kept[entry.position] = Said(entry.role, entry.position, entry.kind, text)
-            left -= cost
+
+    def take(shelf: Iterable[Said], most: int | None = None) -> None:
+        """Keep of these what there is room for; with `most` only up to that many tokens in all, and what would be cut for it waits."""
+        nonlocal left
+        room = left if most is None else min(left, most)
+        for entry in shelf:
+            share = int(budget_tokens * _share(entry.kind))
+            text = "" if entry.position in kept else _fitted(entry, share if most is not None else min(room, share))
+            cost = tokens.of_text(text) + tokens.MESSAGE_OVERHEAD
+            if text and cost <= room:
+                kept[entry.position] = Said(entry.role, entry.position, entry.kind, text)
+                room -= cost
+                left -= cost
+
+    of_kind = {kind: [entry for entry in entries if entry.kind == kind] for kind in Kind}
+    take(of_kind[Kind.SYSTEM], most=int(budget_tokens * _ENTRY_SHARE))
+    before = left
+    take(of_kind[Kind.TASK])
+    early = int(budget_tokens * _EARLY_SHARE) - (before - left)
+    take(of_kind[Kind.CONSTRAINT], most=max(early, left // 2))
+    for kind in (Kind.CONSTRAINT, Kind.SYSTEM, Kind.PLAIN):
+        take(reversed(of_kind[kind]))
+    take(sorted(of_kind[Kind.TEMPLATED], key=lambda entry: (not states_constraint(entry.text), -entry.position)))
     return tuple(kept[at] for at in sorted(kept))
 
 
@@ -76,7 +112,8 @@ def rendered(entries: Iterable[Said]) -> str:
     )
 
 
-_TAGS = re.compile(r"<(?=[\s/]{0,8}checkpoint_(?:summary|ledger|said))", re.IGNORECASE)
+# A reader takes a tag for one whatever blanks, slashes and invisible characters stand in it.
+_TAGS = re.compile(r"<(?=[^\w<>]*checkpoint_(?:summary|ledger|said))", re.IGNORECASE)
 
 
 def broken(text: str) -> str:
@@ -104,35 +141,40 @@ def _new(covered: Sequence[bytes], position: int) -> Iterable[Said]:
             yield Said(said.role(message), position + at, "", text)
 
 
-def _judged(entries: Sequence[Said]) -> list[Said]:
+def _distinct(entries: Sequence[Said]) -> Iterator[Said]:
+    """The entries by position, without those that repeat another one word for word."""
+    seen: set[tuple[str, str]] = set()
+    for entry in sorted(entries, key=lambda entry: entry.position):
+        if (entry.role, entry.text) not in seen:
+            seen.add((entry.role, entry.text))
+            yield entry
+
+
+def _judged(distinct: Iterable[Said]) -> list[Said]:
     """Each entry with its kind. What once was system, task or constraint stays it: an entry may have been cut since."""
+    entries = list(distinct)
     openings = Counter(_opening(entry.text) for entry in entries if entry.role == "user")
     first = min((entry.position for entry in entries if entry.role == "user"), default=-1)
     judged = []
     for entry in entries:
+        states = entry.kind == Kind.CONSTRAINT or states_constraint(entry.text)
+        repeats = openings[_opening(entry.text)] >= _TEMPLATE_REPEATS
         if entry.role != "user":
             kind = Kind.SYSTEM
         elif entry.position == first:
             kind = Kind.TASK
-        elif openings[_opening(entry.text)] >= _TEMPLATE_REPEATS or entry.kind == Kind.TEMPLATED:
+        elif entry.kind == Kind.TEMPLATED or (repeats and not (states and len(entry.text) <= _SHORT_CHARS)):
             kind = Kind.TEMPLATED
-        elif entry.kind == Kind.CONSTRAINT or states_constraint(entry.text):
-            kind = Kind.CONSTRAINT
         else:
-            kind = Kind.PLAIN
+            kind = Kind.CONSTRAINT if states else Kind.PLAIN
         judged.append(Said(entry.role, entry.position, kind, entry.text))
     return judged
 
 
 def _opening(text: str) -> str:
-    """How a text starts, without what differs between uses of one template."""
-    return re.sub(r"\d+", "0", text[:_OPENING_CHARS].lower())
-
-
-def _rank(entry: Said) -> tuple[int, int]:
-    """System in the order it came, the task, then the others newest first."""
-    order = list(Kind).index(Kind(entry.kind))
-    return (order, entry.position if entry.kind in (Kind.SYSTEM, Kind.TASK) else -entry.position)
+    """How a text starts, without what differs between uses of one template: its label (`Observation:`), else its first characters."""
+    label = _LABEL.match(text)
+    return re.sub(r"\d+", "0", (label[0] if label else text[:_OPENING_CHARS]).lower())
 
 
 def _share(kind: str) -> float:
@@ -142,31 +184,22 @@ def _share(kind: str) -> float:
 
 
 def _fitted(entry: Said, budget: int) -> str:
-    """The text, whole if it fits, else those of its sentences that state constraints, else its start and its end."""
+    """The text, whole if it fits, else those of its sentences that state constraints (for the task between its start and its end),
+    else its start and its end.
+    """
     room = budget - tokens.MESSAGE_OVERHEAD
     if room <= 0:
         return ""
     if tokens.of_text(entry.text) <= room:
         return entry.text
-    if entry.kind in (Kind.CONSTRAINT, Kind.SYSTEM, Kind.TASK):
-        ruling = [s.strip() for s in _SENTENCE_END.split(_ends(entry.text)) if s.strip() and states_constraint(s)]
-        start = _cut(entry.text, room // 3) if entry.kind == Kind.TASK else ""
-        chosen = [start] if start else []
-        left = room - tokens.of_text(start)
-        for sentence in ruling:
-            cost = tokens.of_text(sentence) + 2
-            if cost <= left and sentence not in start:
-                chosen.append(sentence)
-                left -= cost
-        if len(chosen) > (1 if start else 0):
-            return _CUT.join(chosen)
-    return _cut(entry.text, room)
-
-
-def _cut(text: str, room: int) -> str:
-    """Start and end of a text within about `room` tokens."""
-    size = tokens.of_text(text)
-    if size <= room:
-        return text
-    keep = max(0, len(text) * max(0, room - 4) // size)
-    return text[: keep * 2 // 3].rstrip() + _CUT + text[len(text) - keep // 3 :].lstrip() if keep > 30 else ""
+    start, end = said.ends(entry.text, room // 2) if entry.kind == Kind.TASK else ("", "")
+    left = room - tokens.of_text(start) - tokens.of_text(end)
+    chosen = []
+    for sentence in filter(states_constraint, map(str.strip, _SENTENCE_END.split(_ends(entry.text)))):
+        cost = tokens.of_text(sentence) + 2
+        if cost <= left and sentence not in start and sentence not in end:
+            chosen.append(sentence)
+            left -= cost
+    if not chosen:
+        start, end = said.ends(entry.text, room)
+    return _CUT.join(part for part in (start, *chosen, end) if part)

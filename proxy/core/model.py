@@ -181,6 +181,10 @@ class Usage:
         return self.prompt + max(0, (self.completion or 0) - (self.reasoning or 0))
 
 
+NOT_COUNTED = Usage()
+"""No call was made, or nobody counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A model's context length in tokens and where we have it from: config, upstream, learned, pricelist, assumed."""

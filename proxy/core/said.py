@@ -6,7 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+from proxy.core import tokens
+
 Message = Mapping[str, object]
+
+_WORTH_CHARS = 30
+"""Fewer characters of a message are no use to anybody."""
+
+_MARK = 4
+"""Tokens of the mark that a caller puts where something is left out."""
 
 
 def parsed(element: bytes) -> Message | None:
@@ -21,17 +29,26 @@ def parsed(element: bytes) -> Message | None:
 def role(message: Message) -> str:
     """The message's role; "" if it has none."""
     found = message.get("role")
-    return found if isinstance(found, str) else ""
+    return _sound(found) if isinstance(found, str) else ""
 
 
 def text(message: Message) -> str:
     """Its content as text; images, sounds and files are named in brackets."""
     content = message.get("content")
     if isinstance(content, str):
-        return content
+        return _sound(content)
     if not isinstance(content, list):
         return ""
-    return "\n".join(_part(part) for part in content if isinstance(part, Mapping))
+    return _sound("\n".join(_part(part) for part in content if isinstance(part, Mapping)))
+
+
+def _sound(text: str) -> str:
+    """The text with a mark in place of half surrogate pairs, which JSON may hold and no store takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def _part(part: Mapping[str, object]) -> str:
@@ -45,12 +62,28 @@ def _part(part: Mapping[str, object]) -> str:
 
 
 def calls(message: Message) -> Iterator[tuple[str, str]]:
-    """Name and arguments of each tool call, legacy function calls included."""
+    """Name and arguments of each tool call, custom ones and legacy function calls included."""
     found = message.get("tool_calls")
     for call in found if isinstance(found, list) else ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping):
-            yield str(function.get("name")), str(function.get("arguments"))
-    legacy = message.get("function_call")
-    if isinstance(legacy, Mapping):
-        yield str(legacy.get("name")), str(legacy.get("arguments"))
+        if isinstance(call, Mapping):
+            yield from _call(call.get("function"), "arguments")
+            yield from _call(call.get("custom"), "input")
+    yield from _call(message.get("function_call"), "arguments")
+
+
+def _call(called: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(called, Mapping):
+        name, arguments = called.get("name"), called.get(key)
+        yield _sound(str(name or "")), _sound(str(arguments or ""))
+
+
+def ends(text: str, room: int) -> tuple[str, str]:
+    """Start and end of a text that is larger than `room` tokens, together at most that many; both empty where that is next to nothing."""
+    keep = len(text)
+    while (
+        size := tokens.of_text(text[: keep * 2 // 3]) + tokens.of_text(text[len(text) - keep // 3 :]) + _MARK
+    ) > room:
+        keep = min(keep * max(0, room) // size, keep - 1 - keep // 16)
+        if keep < _WORTH_CHARS:
+            return "", ""
+    return text[: keep * 2 // 3].rstrip(), text[len(text) - keep // 3 :].lstrip()

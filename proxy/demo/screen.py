@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from rich import box
 from rich.console import Console
@@ -13,12 +14,15 @@ from rich.text import Text
 from proxy.demo.calls import Call
 from proxy.demo.play import Score, Turn
 
-_BAR_CELLS = 20
-_PLAIN_WIDTH = 118
+_BAR_CELLS = 10
+_WIDTH = 80
+"""Of a piped output, and what every line fits into on a terminal."""
 _LEGEND = (
-    "Tokens computed: prompt tokens that were not in the provider's cache. Facts: asked for after the last turn served.",
-    "The model is simulated. Asked for a summary, it copies every fact that it is shown: a replay shows it everything,",
-    "a transcript 500 characters of each tool result.",
+    "Prompt tokens computed: those that the provider did not have in its cache, of",
+    "the turns served and of the compactions. Facts: asked for after the last turn;",
+    "refused: the window was full by then. The model is simulated and writes down",
+    "every fact that it is shown: a replay shows it all, a transcript the first 500",
+    "characters of each tool result.",
 )
 
 
@@ -34,8 +38,8 @@ class Screen:
         """Who plays against whom."""
         lines = Text.assemble(
             ("warmfold demo", "bold cyan"),
-            f"\nA coding agent, {turns} turns, against a simulated provider with a window of {self._window:,} tokens and a prefix cache.\n",
-            "Everything runs on this machine: no key, no network.",
+            f"\nA coding agent, {turns} turns, against a simulated provider with a prefix cache\n",
+            f"and a window of {self._window:,} tokens. All on this machine: no key, no network.",
         )
         if self._console.is_terminal:
             self._console.print(Panel(lines, border_style="cyan", expand=False))
@@ -58,7 +62,7 @@ class Screen:
     def columns(self) -> None:
         """The heading of the turns."""
         bar = "pressure".ljust(_BAR_CELLS + 6)
-        self._console.print(Text(f"    turn   history    prompt    cached   {bar}  checkpoint", style="dim"))
+        self._console.print(Text(f"  turn  history   prompt   cached   {bar} checkpoint", style="dim"))
 
     def turn(self, turn: Turn) -> None:
         """One turn: what the client holds, what the provider read, how full the window is, what stands for the beginning."""
@@ -69,9 +73,9 @@ class Screen:
             note += f" ({turn.compaction})"
         self._console.print(
             Text.assemble(
-                f"    {turn.number:>4}  {turn.history_tokens:>8,}  {turn.prompt_tokens:>8,}  {turn.cached_tokens:>8,}   ",
+                f"  {turn.number:>4}  {turn.history_tokens:>7,}  {turn.prompt_tokens:>7,}  {turn.cached_tokens:>7,}   ",
                 (f"{pressure:>4.0%} {self._bar(pressure)}", colour),
-                ("   " + note, "cyan" if turn.checkpoint else "dim"),
+                ("  " + note, "cyan" if turn.checkpoint else "dim"),
             )
         )
 
@@ -79,33 +83,17 @@ class Screen:
         """A compaction by replay and how much of it the provider did not have to read again."""
         share = call.cached / call.prompt_tokens
         mark = "└─" if self._fancy else "->"
-        text = f"          {mark} checkpoint {number}: the replay read {call.prompt_tokens:,} tokens, {call.cached:,} of them from the cache ({share:.1%})"
+        text = f"    {mark} checkpoint {number}: replay of {call.prompt_tokens:,} tokens, {call.cached:,} of them cached ({share:.1%})"
         self._console.print(Text(text, style="bold magenta"))
 
     def table(self, scores: Sequence[Score], seconds: float) -> None:
         """All three side by side."""
-        table = Table(box=(box.ROUNDED if self._fancy else box.ASCII), header_style="bold", title_justify="left")
+        table = Table(box=(box.ROUNDED if self._fancy else box.ASCII), header_style="bold")
         table.add_column("", no_wrap=True)
-        for heading in (
-            "turns served",
-            "tokens computed",
-            "compactions",
-            "computed for them",
-            "of them cached",
-            "facts known",
-        ):
-            table.add_column(heading, justify="right")
         for score in scores:
-            cached = score.compaction_cached
-            table.add_row(
-                score.name,
-                _rated(f"{score.served} of {score.turns}", score.served == score.turns),
-                f"{score.computed:,}",
-                str(len(score.compactions)) if score.compactions else "-",
-                f"{score.compaction_computed:,}" if score.compactions else "-",
-                "-" if cached is None else _rated(f"{cached:.1%}", cached > 0.9),
-                _rated(f"{score.answered} of {score.questions}", score.answered == score.questions),
-            )
+            table.add_column(score.name, justify="right", no_wrap=True)
+        for name, figure in _ROWS:
+            table.add_row(name, *map(figure, scores))
         self._console.print(table)
         for line in _LEGEND:
             self._console.print(Text(line, style="dim"))
@@ -124,8 +112,53 @@ class Screen:
 def _console() -> Console:
     console = Console(highlight=False)
     # Lines must not be broken where a program reads them.
-    return console if console.is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def _rated(text: str, good: bool) -> Text:
     return Text(text, style="green" if good else "red")
+
+
+def _served(score: Score) -> Text:
+    return _rated(f"{score.served} of {score.turns}", score.served == score.turns)
+
+
+def _computed(score: Score) -> Text:
+    return Text(f"{score.computed:,}")
+
+
+def _compactions(score: Score) -> Text:
+    return Text(str(len(score.compactions)) if score.compactions else "-")
+
+
+def _computed_for_them(score: Score) -> Text:
+    return Text(f"{score.compaction_computed:,}" if score.compactions else "-")
+
+
+def _cached(score: Score) -> Text:
+    share = score.compaction_cached
+    return Text("-") if share is None else _rated(f"{share:.1%}", share > 0.9)
+
+
+def _written(score: Score) -> Text:
+    """Tokens of the summaries: replay spares the provider its reading, not its writing."""
+    written = sum(len(call.answer.tokens()) for call in score.compactions if call.answer is not None)
+    return Text(f"{written:,}" if score.compactions else "-")
+
+
+def _facts(score: Score) -> Text:
+    """A conversation that was refused for its length cannot be asked either: that says nothing about what it knew."""
+    if score.served < score.turns and not score.answered:
+        return Text("refused", style="red")
+    return _rated(f"{score.answered} of {score.questions}", score.answered == score.questions)
+
+
+_ROWS: Final[Sequence[tuple[str, Callable[[Score], Text]]]] = (
+    ("turns served", _served),
+    ("prompt tokens computed", _computed),
+    ("compactions", _compactions),
+    ("  prompt tokens computed", _computed_for_them),
+    ("  of their prompts cached", _cached),
+    ("  tokens written", _written),
+    ("facts known at the end", _facts),
+)

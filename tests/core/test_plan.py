@@ -240,13 +240,22 @@ def test_a_region_that_was_asked_for_behind_a_checkpoint(from_: int, span: tuple
 
 def test_the_next_compaction_rolls_the_last_one_forward() -> None:
     warm = _warm(body_of(f"s {TALK} a*200 u*200 a*200 u*200"), k=4, from_=2, tokens=77)
-    found = _made(_plan(warm, limits(4096), Trigger.SOFT))
+    found = _made(_plan(warm, limits(4096, keep_head_messages=2), Trigger.SOFT))
     assert (found.region.from_, found.region.k) == (2, 8)
     assert found.region.tokens == 77 + sum(f.weight for f in warm.facts[:4])
     sent = _sent(found)
     assert sent[:3] == read(warm.body() or b"").request.messages[:3]  # preamble and kept head
     assert json.loads(sent[3])["content"].startswith("<checkpoint_summary")
     assert len(sent) == 1 + 2 + 9 + 1
+
+
+def test_a_later_head_region_absorbs_a_middle_one() -> None:
+    warm = _warm(body_of(f"s {TALK} a*200 u*200 a*200 u*200"), k=4, from_=2, tokens=77)
+    found = _made(_plan(warm, limits(4096), Trigger.SOFT))
+    assert (found.region.from_, found.region.k) == (0, 8)
+    in_front, behind = warm.covered(found.region)
+    assert (len(in_front), len(behind)) == (2, 4)
+    assert found.region.tokens > 77 + sum(f.weight for f in warm.facts[:4])
 
 
 def test_a_kept_head_stays_in_front() -> None:

@@ -98,16 +98,19 @@ def printed(console: Console) -> str:
 
 
 def test_piped_output_is_plain() -> None:
-    text = printed(Console(file=StringIO(), width=118, highlight=False))
+    text = printed(Console(file=StringIO(), width=80, highlight=False))
     assert "\x1b" not in text
-    assert "11     9,241     9,241     7,792    77% " in text
+    assert "11    9,241    9,241    7,792    77% " in text
     assert "covers 17 messages (inline)" in text
     assert "44 of 44" in text
     assert "15 of 44" in text
     assert "12 of 12" in text
+    assert "refused" in text
+    assert "0 of 12" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_a_terminal_gets_colours_and_the_same_words() -> None:
-    text = printed(Console(file=StringIO(), width=118, highlight=False, force_terminal=True, color_system="standard"))
+    text = printed(Console(file=StringIO(), width=80, highlight=False, force_terminal=True, color_system="standard"))
     assert "\x1b[" in text
     assert "covers 17 messages (inline)" in text

@@ -17,14 +17,19 @@ def test_the_demo_shows_what_it_claims() -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert "\x1b" not in ran.stdout
+    lines = ran.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line != line.rstrip()] == []
     rows = {
-        cells[0]: cells[1:]
-        for line in ran.stdout.splitlines()
-        if (cells := [cell.strip() for cell in re.split("[│|]", line)[1:-1]])
+        cells[0]: cells[1:] for line in lines if (cells := [cell.strip() for cell in re.split("[│|]", line)[1:-1]])
     }
-    served, _, compactions, _, cached, known = rows["warmfold"]
-    assert served == "44 of 44"
-    assert int(compactions) >= 2
-    assert float(cached.rstrip("%")) > 90
-    assert known == "12 of 12"
-    assert rows["direct"][0] != "44 of 44"
+    direct, transcript, warmfold = ({name: cells[at] for name, cells in rows.items()} for at in range(3))
+    assert [one[""] for one in (direct, transcript, warmfold)] == ["direct", "transcript summary", "warmfold"]
+    assert warmfold["turns served"] == transcript["turns served"] == "44 of 44"
+    assert int(warmfold["compactions"]) >= 2
+    assert float(warmfold["of their prompts cached"].rstrip("%")) > 90
+    assert int(warmfold["tokens written"].replace(",", "")) > 0
+    assert warmfold["facts known at the end"] == "12 of 12"
+    assert direct["turns served"] != "44 of 44"
+    assert direct["facts known at the end"] == "refused", "it could not even be asked"
+    assert direct["tokens written"] == "-"

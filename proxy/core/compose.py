@@ -1,0 +1,61 @@
+"""A summary and what the proxy itself keeps of a region (ledger, anchors) become one checkpoint."""
+
+from __future__ import annotations
+
+from proxy.core import anchors, checkpoint, ledger
+from proxy.core.checkpoint import Rejected, Summary
+from proxy.core.fingerprint import checkpoint_id
+from proxy.core.limits import Limits
+from proxy.core.model import Checkpoint, Scope
+from proxy.core.plan import Warm, ref
+from proxy.core.region import Region
+
+LEDGER_SHARE = 0.3
+ANCHOR_SHARE = 0.1
+"""Of the region, at most: a small one must leave room to shrink."""
+
+
+def compose(
+    summary: Summary,
+    region: Region,
+    read_to: int,
+    warm: Warm,
+    limits: Limits,
+    *,
+    generation: int,
+    scope: Scope,
+    strategy: str,
+    made_at_ms: int,
+    anyway: bool,
+) -> Checkpoint | Rejected:
+    """The checkpoint, or why it is none. `read_to`: end of what the summariser read. `anyway`: it need not be much smaller than its region."""
+    in_front, behind = warm.covered(region)
+    before = warm.applied
+    share = 1 / max(
+        1.0, warm.factor
+    )  # the budgets are the provider's tokens, what is measured against them our estimates
+    most = region.tokens * share
+    room = int(min(limits.ledger * share, most * LEDGER_SHARE))
+    earlier = (*ledger.ledger(in_front, region.from_, (), room), *(before.ledger if before else ()))
+    words = ledger.ledger(behind, max(region.from_, warm.offset), earlier, room)
+    exact = anchors.anchors(
+        (*in_front, *behind),
+        f"{summary.text}\n{ledger.rendered(words)}",
+        before.anchors if before else (),
+        int(min(limits.anchors * share, most * ANCHOR_SHARE)),
+    )
+    name = checkpoint_id(str(warm.session), generation, summary.text)
+    return checkpoint.make(
+        summary,
+        ref(region, read_to, warm, name, generation),
+        session=str(warm.session),
+        ledger=words,
+        anchors=exact,
+        region_tokens=region.tokens,
+        factor=warm.factor,
+        model=warm.model,
+        scope=scope,
+        strategy=strategy,
+        made_at_ms=made_at_ms,
+        anyway=anyway,
+    )

@@ -1,0 +1,223 @@
+"""What comes of a conversation that is played through the whole proxy to a strict provider with a window too small for it.
+
+Nothing is asserted here: the figures are for tests and for `benchmarks.windows` to judge. The direct client that they are compared with sends the
+same requests to a provider without a limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from proxy.core import region
+from proxy.core.fingerprint import facts
+from proxy.demo.calls import Call
+from proxy.demo.prefix_cache import Chain, PrefixCache
+from proxy.demo.provider import SimulatedProvider
+from proxy.demo.refusal import Refusal
+from proxy.demo.settings import Settings
+from proxy.demo.summariser import Summariser
+from proxy.demo.template import body_tokens, render
+from proxy.demo.validation import Strictness, fault
+from tests.journeys.player import Answered, elements, is_extension, playing, sizes
+from tests.recorded import Step
+
+Spelled = Callable[[Mapping[str, Any]], bytes]
+"""How a client writes its requests."""
+
+FRAME = b"<checkpoint_summary"
+
+
+@dataclass(slots=True)
+class Played:
+    """One conversation in one window.
+
+    `errors`: what a client got that a provider without a limit would not have answered. `refused`: requests of ours that the provider did not take for
+    their shape, rewritten ones and compactions. `orphaned`: calls or results that a rewrite parted. `altered`: messages of a tail or
+    a preamble that did not arrive as they were sent. `extended`: of the compaction calls those that are a routed request and one more message.
+    `processed`: prompt tokens that the provider had not cached, compactions included. `passed`: largest prompt that a client's turn made.
+    """
+
+    window: int
+    turns: int = 0
+    applied: int = 0
+    errors: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    orphaned: list[str] = field(default_factory=list)
+    altered: list[str] = field(default_factory=list)
+    compactions: int = 0
+    extended: int = 0
+    processed: int = 0
+    last: bytes = b""
+
+    @property
+    def faults(self) -> list[str]:
+        """All that must not be, in words."""
+        missing = self.compactions - self.extended
+        not_extended = [f"{missing} compaction requests extend no routed one"] if missing else []
+        return [*self.errors, *self.refused, *self.orphaned, *self.altered, *not_extended]
+
+
+def small_window(steps: Sequence[Step], share: float) -> int:
+    """A window of that share of the conversation, but never below 1.5 times what cannot be shrunk + 1024."""
+    measured = [sizes(step.request) for step in steps]
+    return window_of(max(whole for whole, _ in measured), max(fixed for _, fixed in measured), share)
+
+
+def window_of(whole: int, fixed: int, share: float) -> int:
+    """The same from sizes that are known: tokens of the whole conversation, and of what no compaction can shrink."""
+    return max(int(whole * share), int(fixed * 1.5) + 1024)
+
+
+class Lenient(SimulatedProvider):
+    """Takes any order of roles and any parts, as servers do whose chat template never raises."""
+
+    def _refusal(self, call: Call) -> Refusal | None:
+        return None if call.request is not None else super()._refusal(call)
+
+
+async def play(
+    steps: Sequence[Step],
+    window: int,
+    tmp: Path,
+    *,
+    spell: Spelled | None = None,
+    strictness: Strictness | None = Strictness.OPENAI,
+    summariser: Summariser | None = None,
+    **flags: object,
+) -> Played:
+    """Each step's request in turn, each when all is quiet. `strictness` None: a provider that takes any shape."""
+    settings = {"compaction__max_context_tokens": window, "compaction__when": "after_turn", **flags}
+    known = Settings(window_tokens=window, strictness=strictness or Strictness.OPENAI)
+    if summariser is not None:
+        known = replace(known, summariser=summariser)
+    played = Played(window)
+    async with Lenient(known) if strictness is None else SimulatedProvider(known) as provider:
+        async with playing(tmp, provider, **settings) as player:
+            sent: list[bytes] = []
+            for step in steps:
+                body = step.body() if spell is None else spell(step.request)
+                sent.append(body)
+                before = len(provider.calls)
+                provider.next_reply = step.reply
+                got = await player.post(body)
+                await player.settled()
+                provider.next_reply = None
+                calls = provider.calls[before:]
+                _judge(played, body, got, calls, fault(step.request, strictness) if strictness else None)
+                played.processed += sum(call.new for call in calls if call.status == 200)
+            _judge_compactions(played, provider.calls, sent)
+    return played
+
+
+def direct(steps: Sequence[Step]) -> int:
+    """Prompt tokens that a provider without a limit, and with the same cache, processes for the same requests."""
+    cache = PrefixCache()
+    processed = 0
+    for step in steps:
+        if fault(step.request) is not None:
+            continue
+        tokens = render(step.request)
+        chain = Chain(b"", tokens)
+        processed += len(tokens) - cache.cached(chain)
+        if step.reply is not None:
+            chain.extend(body_tokens(step.reply))
+        cache.store(chain)
+    return processed
+
+
+def _judge(played: Played, body: bytes, got: Answered, calls: Sequence[Call], refusal: Refusal | None) -> None:
+    """`refusal`: what a provider without a limit says to the client's own request."""
+    played.turns += 1
+    at = f"turn {played.turns}"
+    if got.status != 200:
+        if refusal is None:
+            played.errors.append(f"{at}: {got.status} {got.body[:200]!r}")
+        return
+    for call in calls:
+        # Status 0: the client that asked has gone. 500: a summariser that is dead on purpose.
+        if call.status in (400, 422) and (call.is_compaction or (call.raw != body and not _was_too_long(call))):
+            what = "a compaction request" if call.is_compaction else "a rewritten request"
+            played.refused.append(f"{at}: {what} of {call.prompt_tokens} tokens was refused")
+    turn = next(call for call in calls if not call.is_compaction and call.status == 200)
+    played.last = turn.raw
+    if "x-warmfold-checkpoint" in got.headers:
+        played.applied += 1
+        _judge_rewrite(played, at, body, turn.raw, int(got.headers["x-warmfold-covered"]))
+    elif turn.raw != body:
+        played.altered.append(f"{at}: no checkpoint, but other bytes")
+
+
+def _was_too_long(call: Call) -> bool:
+    """Shapes are judged before the prompt is counted."""
+    return call.prompt_tokens > 0
+
+
+def _judge_rewrite(played: Played, at: str, body: bytes, sent: bytes, covered: int) -> None:
+    """Preamble and kept head verbatim, one checkpoint, the rest of the tail verbatim, and no call parted from its result."""
+    client, provider = elements(body), elements(sent)
+    told = [facts(element) for element in client]
+    preamble = next((i for i, fact in enumerate(told) if fact.role not in ("system", "developer")), len(told))
+    place = next((i for i, element in enumerate(provider) if FRAME in element), -1)
+    tail, rest = client[preamble + covered :], provider[place:]
+    if place < preamble or sum(FRAME in element for element in provider) != 1 or provider[:place] != client[:place]:
+        played.altered.append(f"{at}: not one checkpoint behind what stays in front")
+        return
+    spliced = facts(tail[0]).role == "user"
+    if rest[1:] != (tail[1:] if spliced else tail) or not _is_checkpoint(rest[0], tail[0] if spliced else None):
+        played.altered.append(f"{at}: the tail is not what the client sent")
+    spoken = told[preamble:]
+    for cut in {place - preamble, covered} - {0}:
+        if cut not in region.legal_cuts(spoken):
+            played.orphaned.append(f"{at}: message {cut} is no place for a cut")
+    for call, result in pairs(told):
+        if (place <= call < preamble + covered) != (place <= result < preamble + covered):
+            played.orphaned.append(f"{at}: the call in message {call} is parted from its result in {result}")
+
+
+def _is_checkpoint(element: bytes, original: bytes | None) -> bool:
+    """A user message with the checkpoint, in front of all that `original` held."""
+    message = json.loads(element)
+    content = message["content"]
+    if message["role"] != "user":
+        return False
+    if original is None:
+        return set(message) == {"role", "content"} and content.startswith(FRAME.decode())
+    before = json.loads(original)
+    if {k: v for k, v in message.items() if k != "content"} != {k: v for k, v in before.items() if k != "content"}:
+        return False
+    if isinstance(before["content"], str):
+        # Behind the checkpoint the client's own bytes: the way it escapes its text is part of the provider's cached prefix.
+        raw = json.dumps(before["content"])[1:-1].encode()
+        told = json.dumps(content)[1:-1].encode()
+        return content.startswith(FRAME.decode()) and told.endswith(rb"\n\n" + raw)
+    return bool(content[0]["text"].startswith(FRAME.decode()) and content[1:] == before["content"])
+
+
+def pairs(told: Sequence[region.Facts]) -> list[tuple[int, int]]:
+    """Which call each result belongs to, as positions: the newest call of its id that has no result yet, else the newest of its id."""
+    waiting: dict[str, list[int]] = {}
+    newest: dict[str, int] = {}
+    found = []
+    for at, message in enumerate(told):
+        for answer in message.answers:
+            call = waiting[answer].pop() if waiting.get(answer) else newest.get(answer)
+            if call is not None:
+                found.append((call, at))
+        for name in message.calls:
+            waiting.setdefault(name, []).append(at)
+            newest[name] = at
+    return found
+
+
+def _judge_compactions(played: Played, calls: Sequence[Call], sent: Sequence[bytes]) -> None:
+    for at, call in enumerate(calls):
+        if not call.is_compaction:
+            continue
+        played.compactions += 1
+        # The likely ones first: a compaction replays the turn before it, or one that is about to be sent.
+        turns = [c.raw for c in reversed(calls[:at]) if not c.is_compaction]
+        played.extended += is_extension(call.raw, turns, sent[::-1])

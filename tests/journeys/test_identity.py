@@ -1,0 +1,411 @@
+"""No conversation ever gets anything of another one, whatever clients do with their histories, ids and headers.
+
+Every text that a client, a model or a summariser writes carries a canary of its own. Each request has a number in a header that the proxy
+hands on, so whatever reaches the provider can be held against what that client had sent: nothing else may be in it. Scenes check this at
+their end; the tests add what the client sees, and what it costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import zlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.config import Config
+from proxy.config.compaction import ModelRule
+from proxy.config.sections import NamedUpstream
+from proxy.demo.answers import Answer
+from proxy.demo.calls import Call
+from proxy.demo.provider import SimulatedProvider
+from proxy.demo.summariser import Slow, Summary
+from proxy.demo.template import Request, compact
+from proxy.demo.tokenizer import Tokens
+from proxy.economy import LIMIT
+from proxy.server import start
+from tests.journeys.player import Answered, Player, config, elements, is_extension
+from tests.journeys.test_main_job import long_text, system
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+WINDOW = 4096
+WORDS = 170
+"""A turn of the usual size: the soft watermark comes after some 14 of them."""
+
+_CANARY = re.compile(rb"cnry-[a-z]+-\d{4}")
+_CARRIED = 24
+_TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("look", "read", "write")
+]
+
+
+def canaries(raw: bytes) -> frozenset[bytes]:
+    return frozenset(_CANARY.findall(raw))
+
+
+def gossip(request: Request) -> Summary:
+    """A summary that passes on whatever its author has read, preamble and newest messages included."""
+    read = sorted(canaries(compact(request["messages"][:-1]).encode()))
+    carried = b" ".join((*read[:_CARRIED], *read[-_CARRIED:])).decode()
+    return Summary(Answer(text=f"## Task and intent\nGo on.\n\n## State of the work\n{carried}"))
+
+
+class Talker:
+    """A model that marks each answer."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def __call__(self, request: Request, tokens: Tokens) -> Answer:
+        return Answer(text=f"Part {(number := next(self._numbers))} is done cnry-answer-{number:04d}.")
+
+
+@dataclass
+class Sent:
+    """A client's request, and what the client was told."""
+
+    line: str
+    body: bytes
+    answer: str = ""
+
+
+@dataclass
+class Scene:
+    """The proxy between its clients and the provider."""
+
+    player: Player
+    provider: SimulatedProvider
+    sent: list[Sent] = field(default_factory=list)
+
+    async def post(self, line: str, body: dict[str, Any] | bytes, **headers: str) -> Answered:
+        """One request; `line` says whose it is."""
+        sent = Sent(line, body if isinstance(body, bytes) else json.dumps(body).encode())
+        self.sent.append(sent)
+        got = await self.player.post(sent.body, x_told=str(len(self.sent) - 1), **headers)
+        assert got.status == 200, got.body
+        sent.answer = str(got.json["choices"][0]["message"]["content"])
+        return got
+
+    def told(self, call: Call) -> Sent:
+        """The client's request that made us send this."""
+        return self.sent[int(call.headers["x-told"])]
+
+    def of(self, line: str, calls: Iterable[Call] | None = None) -> list[Call]:
+        """The calls that were made for a line, by default the compactions."""
+        return [call for call in (self.provider.compactions if calls is None else calls) if self.told(call).line == line]
+
+    def last(self) -> bytes:
+        """The turn that the provider got last."""
+        return self.provider.turns[-1].raw
+
+    async def session(self, id_: str) -> dict[str, Any]:
+        """What the admin listener shows of a session."""
+        found: dict[str, Any] = await self.player.admin(f"/sessions/{id_}")
+        assert "error" not in found, found
+        return found
+
+    async def sessions(self) -> list[dict[str, Any]]:
+        """All of them."""
+        found: list[dict[str, Any]] = (await self.player.admin("/sessions?limit=1000"))["sessions"]
+        return found
+
+    def check(self) -> None:
+        """Nothing reached the provider that this client had not sent; each compaction is one of the line's own turns and one more message."""
+        for call in self.provider.calls:
+            sent = self.told(call)
+            known = canaries(sent.body)
+            if call.is_compaction:
+                turns = [t.raw for t in self.of(sent.line, self.provider.turns)]
+                assert is_extension(call.raw, turns, [s.body for s in self.sent if s.line == sent.line])
+                known |= canaries("".join(s.answer for s in self.sent if s.line == sent.line).encode())
+            assert canaries(call.raw) <= known, f"foreign to {sent.line}: {canaries(call.raw) - known}"
+
+
+@asynccontextmanager
+async def scene(
+    tmp: Path,
+    *,
+    window: int = WINDOW,
+    rules: Sequence[ModelRule] = (),
+    upstreams: Sequence[NamedUpstream] = (),
+    provider: dict[str, Any] | None = None,
+    **flags: object,
+) -> AsyncIterator[Scene]:
+    """A proxy in front of a provider of this window."""
+    flags = {"compaction__max_context_tokens": window, "compaction__when": "after_turn", **flags}
+    settings = {"window_tokens": 10 * window, "summariser": gossip, "answerer": Talker(), **(provider or {})}
+    async with SimulatedProvider(**settings) as simulated, aiohttp.ClientSession() as http:
+        chosen = dict(config(tmp, simulated.base_url, **flags)) | {"models": tuple(rules), "upstreams": tuple(upstreams)}
+        running = await start(Config(**chosen))
+        try:
+            played = Scene(Player(running, simulated, http), simulated)
+            yield played
+            await played.player.settled()
+            played.check()
+        finally:
+            await running.stop()
+
+
+class Line:
+    """A client that sends its whole history each time. `seen`: the headers of its answers."""
+
+    def __init__(
+        self,
+        scene: Scene,
+        name: str,
+        *,
+        preamble: str = "You are a careful assistant.",
+        history: Sequence[dict[str, Any]] | None = None,
+        headers: dict[str, str] | None = None,
+        **extra: Any,
+    ) -> None:
+        self.scene = scene
+        self.name = name
+        self.messages = [system(preamble)] if history is None else [dict(m) for m in history]
+        self.headers = headers or {}
+        self.extra: dict[str, Any] = {"model": "demo-model", **extra}
+        self.seen: list[Any] = []
+        self._numbers = itertools.count()
+
+    def text(self, words: int = WORDS) -> str:
+        """Something new of this line's own."""
+        number = next(self._numbers)
+        canary = f"cnry-{self.name}-{number:04d}"
+        return f"{canary} {long_text(zlib.crc32(canary.encode()), words)}"
+
+    def body(self, *more: dict[str, Any]) -> dict[str, Any]:
+        """The history with more behind it."""
+        return {**self.extra, "messages": [*self.messages, *more]}
+
+    async def send(self, *, settle: bool = True) -> Answered:
+        """The history as it stands."""
+        got = await self.scene.post(self.name, self.body(), **self.headers)
+        self.seen.append(got.headers)
+        if settle:
+            await self.scene.player.settled()
+        return got
+
+    async def say(self, text: str | None = None, *, words: int = WORDS, settle: bool = True) -> Answered:
+        """A user turn: the answer is added to the history."""
+        self.messages.append(user(self.text(words) if text is None else text))
+        got = await self.send(settle=settle)
+        self.messages.append(assistant(got))
+        return got
+
+    async def work(self, words: int = WORDS) -> Answered:
+        """A step of an agent: a tool call and its result are added, and the answer."""
+        id_ = f"call_{len(self.messages)}"
+        call = {"id": id_, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        self.messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        self.messages.append({"role": "tool", "tool_call_id": id_, "content": self.text(words)})
+        got = await self.send()
+        self.messages.append(assistant(got))
+        return got
+
+    async def until_compacted(self, **how: Any) -> None:
+        """Talk until a checkpoint stands."""
+        before = len(self.scene.of(self.name))
+        for _ in range(60):
+            await self.say(**how)
+            if len(self.scene.of(self.name)) > before:
+                return
+        raise AssertionError("never compacted")
+
+    def fork(self, name: str, at: int | None = None) -> Line:
+        """Another line with the same first messages."""
+        made = Line(self.scene, name, history=self.messages[:at], headers=dict(self.headers))
+        made.extra = dict(self.extra)
+        return made
+
+    @property
+    def names(self) -> list[str]:
+        """The sessions it was told, in order, each once in a row."""
+        told = [h["x-warmfold-session"] for h in self.seen if "x-warmfold-session" in h]
+        return [name for name, _ in itertools.groupby(told)]
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(got: Answered) -> dict[str, Any]:
+    return {"role": "assistant", "content": got.json["choices"][0]["message"]["content"]}
+
+
+def covered(headers: Any) -> int:
+    """How many messages a checkpoint stood for; 0: there was none."""
+    return int(headers.get("x-warmfold-covered", 0))
+
+
+# Several conversations under one key
+
+
+@pytest.mark.parametrize("when", ["after_turn", "next_turn"])
+async def test_two_conversations_and_a_sub_agent_under_one_key_have_three_states(tmp_path: Path, when: str) -> None:
+    async with scene(tmp_path, compaction__when=when) as at:
+        lines = [
+            Line(at, "alpha", headers={"x_affinity": "alpha"}, user="alpha"),
+            Line(at, "beta", headers={"x_affinity": "beta"}, user="beta"),
+            Line(at, "sub", preamble="You only search cnry-prompt-0001.", tools=_TOOLS, user="sub"),
+        ]
+        for _ in range(20):
+            for line in lines:
+                await (line.work() if line.name == "sub" and len(line.messages) > 2 else line.say())
+        assert len({name for line in lines for name in line.names}) == 3
+        for line in lines:
+            made = at.of(line.name)
+            assert made
+            assert all(json.loads(call.raw)["user"] == line.name for call in made)
+            assert all(call.headers.get("x-affinity") == line.headers.get("x_affinity") for call in made)
+            (name,) = line.names
+            shown = await at.session(name)
+            assert shown["turns"] == 19  # the first request is too small to be looked up
+            assert shown["generation"] == len(made) == len([a for a in shown["journal"] if a["outcome"] == "committed"])
+            assert {h["x-warmfold-checkpoint"] for h in line.seen if "x-warmfold-checkpoint" in h} <= {
+                ref["id"] for ref in shown["checkpoints"]
+            }
+
+
+@pytest.mark.parametrize("same_task", [False, True])
+async def test_a_sub_agent_with_the_main_agents_session_id_never_gets_its_checkpoint(
+    tmp_path: Path, same_task: bool
+) -> None:
+    async with scene(tmp_path) as at:
+        same = {"x_session_id": "agent-7"}
+        main = Line(at, "main", preamble="You plan cnry-prompt-0001.", headers=same, tools=_TOOLS)
+        sub = Line(at, "sub", preamble="You search cnry-prompt-0002.", headers=same, tools=_TOOLS[:1])
+        task = f"Find the leak. {long_text(3, WORDS)}"
+        await main.say(task)
+        await sub.say(task if same_task else None)
+        for _ in range(18):
+            await main.work()
+            await sub.say()
+        assert len(main.names) == len(sub.names) == 1
+        assert main.names != sub.names
+        for line in (main, sub):
+            shown = await at.session(line.names[0])
+            assert shown["turns"] == 18
+            assert 1 <= shown["generation"] == len(at.of(line.name)) <= 3
+            first = next(i for i, h in enumerate(line.seen) if covered(h))
+            assert all(covered(h) for h in line.seen[first:]), "its own checkpoint stays with it"
+
+
+@pytest.mark.parametrize("kind", ["own prompt", "one message", "two messages", "whole history"])
+async def test_a_title_request_between_turns_leaves_the_main_line_its_session(tmp_path: Path, kind: str) -> None:
+    async with scene(tmp_path) as at:
+        main = Line(at, "main", tools=_TOOLS, headers={"x_session_id": "chat-1"})
+        await main.say()
+        wish = user(f"Write a title for this conversation. {long_text(5, 90)}")
+        for turn in range(18):
+            await main.say()
+            if turn % 3:
+                continue
+            first = main.messages[1]
+            asked = {
+                "own prompt": [system("You write titles."), first, wish],
+                "one message": [user(f"{wish['content']}\n{first['content']}"), user("Title:")],
+                "two messages": [*main.messages[:1], first, wish],
+                "whole history": [*main.messages, wish],
+            }[kind]
+            await at.post("main", {"model": "demo-model", "messages": asked}, **main.headers)
+            await at.player.settled()
+        assert len(main.names) == 1
+        shown = await at.session(main.names[0])
+        assert shown["turns"] == 18
+        assert 1 <= shown["generation"] == len(at.provider.compactions) <= 3
+        first_at = next(i for i, h in enumerate(main.seen) if covered(h))
+        assert all(covered(h) for h in main.seen[first_at:])
+
+
+# Branches
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_branches_of_one_conversation_each_get_a_checkpoint_of_their_own(tmp_path: Path, at_once: bool) -> None:
+    async with scene(tmp_path, provider={"summariser": Slow(0.05, gossip)}) as at:
+        trunk = Line(at, "trunk")
+        for _ in range(10):
+            await trunk.say()
+        assert not at.provider.compactions
+        branches = [trunk.fork("left"), trunk.fork("right")]
+        for _ in range(10):
+            if at_once:
+                await asyncio.gather(*(branch.say(settle=False) for branch in branches))
+                await at.player.settled()
+            else:
+                for branch in branches:
+                    await branch.say()
+        for branch in branches:
+            made = at.of(branch.name)
+            assert len(made) == 1, f"{branch.name}: one watermark passed, {len(made)} calls"
+            first = next(i for i, h in enumerate(branch.seen) if covered(h))
+            assert first < 6
+            assert len({h["x-warmfold-checkpoint"] for h in branch.seen[first:]}) == 1
+        ids = [{h.get("x-warmfold-checkpoint") for h in branch.seen} - {None} for branch in branches]
+        assert not ids[0] & ids[1]
+        assert branches[0].names[-1] != branches[1].names[-1]
+        for branch in branches:
+            assert (await at.session(branch.names[-1]))["generation"] == 1
+
+
+async def test_branches_from_behind_a_checkpoint_share_it_and_then_part(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        trunk = Line(at, "trunk")
+        await trunk.until_compacted()
+        await trunk.say()
+        shared = trunk.seen[-1]["x-warmfold-checkpoint"]
+        branches = [trunk.fork("left"), trunk.fork("right")]
+        for turn in range(14):
+            for branch in branches:
+                await branch.say()
+                if turn == 0:
+                    assert branch.seen[-1]["x-warmfold-checkpoint"] == shared
+        assert len(at.of("trunk")) == 1
+        assert [1 <= len(at.of(branch.name)) <= 2 for branch in branches] == [True, True]
+        later = [{h["x-warmfold-checkpoint"] for h in branch.seen} - {shared} for branch in branches]
+        assert all(later)
+        assert not later[0] & later[1]
+
+
+@pytest.mark.parametrize("hard", [False, True])
+async def test_requests_at_once_that_go_on_from_the_same_turn_never_share_a_summary(tmp_path: Path, hard: bool) -> None:
+    """Parallel sub-agents that inherit the history. Whether each passes the soft watermark or does not fit at all."""
+    async with scene(tmp_path, provider={"summariser": Slow(0.1, gossip)}) as at:
+        trunk = Line(at, "trunk")
+        while not at.provider.turns or at.provider.turns[-1].prompt_tokens < 0.6 * WINDOW:
+            await trunk.say()
+        branches = [trunk.fork(name) for name in ("left", "right", "middle")]
+        await asyncio.gather(*(branch.say(words=1200 if hard else 600, settle=False) for branch in branches))
+        await at.player.settled()
+        for _ in range(8):
+            for branch in branches:
+                await branch.say()
+        for branch in branches:
+            assert covered(branch.seen[-1]), f"{branch.name} can be compacted like any other"
+            assert 1 <= len(at.of(branch.name)) <= 4
+
+
+async def test_a_first_contact_at_once_by_two_conversations_with_one_opening(tmp_path: Path) -> None:
+    """Both are far too long, and agree in all but their last message."""
+    async with scene(tmp_path, provider={"summariser": Slow(0.1, gossip)}) as at:
+        opening = Line(at, "trunk")
+        for turn in range(30):
+            opening.messages += [user(opening.text()), {"role": "assistant", "content": f"Done {turn}."}]
+        branches = [opening.fork("left"), opening.fork("right")]
+        await asyncio.gather(*(branch.say(words=400, settle=False) for branch in branches))
+        await at.player.settled()
+        assert all(covered(branch.seen[0]) for branch in branches)
+        assert branches[0].names != branches[1].names
+        for branch in branches:
+            await branch.say()
+            assert covered(branch.seen[-1])
