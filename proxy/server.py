@@ -22,14 +22,18 @@ from proxy.admin.app import admin_app
 from proxy.by_hand import ByHand
 from proxy.compactor import Compactor
 from proxy.config import ASSUMED_WINDOW_TOKENS, Config, ConfigError, masked_url
+from proxy.forward import Forwarder
+from proxy.identify import Identifier
 from proxy.journey import Journey
 from proxy.listener import CannotListen, Chat, Listener, opened
 from proxy.metrics import Metrics
+from proxy.observe import Observer
 from proxy.refusals import placed
 from proxy.store import Store
 from proxy.store.connect import open_store
 from proxy.tasks import Tasks
 from proxy.tenancy import Tenants
+from proxy.unwritten import Unwritten
 from proxy.upstream import Upstreams
 from proxy.windows import Windows
 
@@ -98,7 +102,10 @@ def build_journey(
     windows = Windows()
     tenants = Tenants(store, config.session.tenant_header, config.secret(config.session.tenant_secret_env) or "")
     compactor = Compactor(store, upstreams, tasks, metrics)
-    journey = Journey(config, store, upstreams, compactor, tenants, windows, tasks, metrics)
+    unwritten = Unwritten(store)
+    identifier = Identifier(config, store, tenants, windows, unwritten, metrics)
+    observer = Observer(config, store, compactor, windows, unwritten, tasks, metrics)
+    journey = Journey(config, upstreams, identifier, Forwarder(upstreams, metrics), observer, compactor, tasks, metrics)
     return journey.chat_completion, ByHand(config, store, compactor, tenants, windows)
 
 

@@ -151,6 +151,25 @@ ONE_FAULT: dict[str, tuple[str | bytes, str]] = {
         '[[models]]\nmatch = "a"\nhard_ratio = 0.75',
         "w.toml: models[0].hard_ratio: found 0.75; allowed: a number above trigger_ratio, which is 0.75",
     ),
+    "several workers": (
+        "[server]\nworkers = 2",
+        "w.toml: server.workers: found 2; allowed: 1 for now (several workers come with a later release)",
+    ),
+    "a store that is not built yet": (
+        '[store]\nurl = "redis+sentinel://:hidden@a:1/m"',
+        'w.toml: store.url: found "redis+sentinel://***@a:1/m"; '
+        "allowed: embedded: or a URL that begins with redis://, rediss://, unix:// (no other is built yet)",
+    ),
+    "a database that is no number": (
+        '[store]\nurl = "redis://:hidden@h:6379/x"',
+        'w.toml: store.url: found "redis://***@h:6379/x"; '
+        "allowed: redis://HOST:PORT/DATABASE, port and database numbers, other characters percent-encoded",
+    ),
+    "an upstream that is ourselves": (
+        '[upstream]\nbase_url = "http://localhost:8080/v1"',
+        'w.toml: upstream.base_url: found "http://localhost:8080/v1"; allowed: the provider\'s URL, and not that of '
+        "warmfold's own listener (server.host, server.port): each request would call itself",
+    ),
     "transcript's place in a replay": (
         '[compaction]\nsummary_prompt = "Sum up {messages}"',
         "w.toml: compaction.summary_prompt: found {messages} in the summary_prompt of a replay, which sends no transcript; "
@@ -211,12 +230,57 @@ def test_the_table_holds_one_file_for_every_url_scheme(tmp_path: Path) -> None:
         "redis://h",
         "rediss://h:1/0",
         "unix:///run/v.sock",
-        "redis+cluster://a:1,b:2",
-        "redis+sentinel://a:1/m",
     ):
         assert load(written(tmp_path, f'[store]\nurl = "{url}"'), {}, {}).store.url == url
-    for url in ("", "embedded", "embedded:x", "redis:/h", "redis://", "http://h", "memcached://h"):
+    for url in (
+        "",
+        "embedded",
+        "embedded:x",
+        "redis:/h",
+        "redis://",
+        "http://h",
+        "memcached://h",
+        "redis+cluster://a:1,b:2",
+    ):
         assert len(faults(written(tmp_path, f'[store]\nurl = "{url}"'))) == 1, url
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://h/x", "redis://h/-1", "redis://h:x/0", "redis://h:0", "rediss://[h", "redis://u:p?q@h/0"]
+)
+def test_a_store_url_has_numbers_where_redis_wants_numbers(tmp_path: Path, url: str) -> None:
+    [line] = faults(written(tmp_path, f'[store]\nurl = "{url}"'))
+    assert line.endswith("port and database numbers, other characters percent-encoded")
+
+
+@pytest.mark.parametrize(
+    ("base_url", "host", "port", "ours"),
+    [
+        ("http://127.0.0.1:8080/v1", "127.0.0.1", 8080, True),
+        ("http://LOCALHOST:8080", "127.0.0.1", 8080, True),
+        ("http://[::1]:8080/v1", "localhost", 8080, True),
+        ("http://warmfold.localhost:8080/v1", "::1", 8080, True),
+        ("http://0.0.0.0:8080/v1", "127.0.0.1", 8080, True),
+        ("http://127.0.0.2:8080/v1", "0.0.0.0", 8080, True),
+        ("http://proxy.example/v1", "Proxy.example", 80, True),
+        ("http://10.0.0.7:8080/v1", "10.0.0.7", 8080, True),
+        ("http://127.0.0.1:8081/v1", "127.0.0.1", 8080, False),
+        ("http://127.0.0.2:8080/v1", "127.0.0.1", 8080, False),
+        ("http://provider.example:8080/v1", "0.0.0.0", 8080, False),
+        ("https://provider.example/v1", "127.0.0.1", 0, False),
+    ],
+)
+def test_an_upstream_that_is_our_own_listener_is_refused(
+    tmp_path: Path, base_url: str, host: str, port: int, ours: bool
+) -> None:
+    text = (
+        f'[server]\nhost = "{host}"\nport = {port}\n[[upstreams]]\nname = "a"\nmatch = "b"\nbase_url = "{base_url}"\n'
+    )
+    if ours:
+        [line] = faults(written(tmp_path, text))
+        assert line.startswith("w.toml: upstreams[0].base_url: found ")
+    else:
+        load(written(tmp_path, text), {}, {})
 
 
 @pytest.mark.parametrize(
@@ -353,7 +417,7 @@ def test_every_key_of_a_table_can_be_set_by_the_environment() -> None:
     for section in TABLES.keys() - LISTS:
         for key, info in fields(section).items():
             kind: Any = int if key == "max_context_tokens" else info.annotation
-            text = samples.get(kind, shown(info.default).strip('"'))
+            text = "1" if key == "workers" else samples.get(kind, shown(info.default).strip('"'))
             config = load(None, {variable(section, key): text}, {})
             assert config.origin(f"{section}.{key}") == variable(section, key)
             assert key in getattr(config, section).model_fields_set
@@ -377,6 +441,56 @@ def test_a_variable_that_names_no_key_is_a_fault_with_the_one_that_was_meant() -
     ]
     assert "did you mean WARMFOLD_SERVER__PORT?" in faults(None, {"WARMFOLD_SERVR__PORT": "1"})[0]
     load(None, {"WARMFOLD_ADMIN_TOKEN": "t", "WARMFOLD_CONVERSATIONS": "x", "PATH": "/", "OTHER__KEY": "1"}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("WARMFOLD_COMPACTION_MODE", "WARMFOLD_COMPACTION__MODE"),
+        ("WARMFOLD_PORT", "WARMFOLD_SERVER__PORT"),
+        ("WARMFOLD_TRIGGER_RATIO", "WARMFOLD_COMPACTION__TRIGGER_RATIO"),
+        ("WARMFOLD_UPSTREAM", "WARMFOLD_UPSTREAM__BASE_URL"),
+        ("WARMFOLD_WINDOW", "WARMFOLD_COMPACTION__MAX_CONTEXT_TOKENS"),
+        ("WARMFOLD_MODEL", "WARMFOLD_MODELS"),
+        ("WARMFOLD_ADMIN_TOKN", "WARMFOLD_ADMIN_TOKEN"),
+        ("WARMFOLD_QWXYZ", ""),
+    ],
+)
+def test_a_variable_that_begins_like_ours_and_is_none_is_a_fault(name: str, meant: str) -> None:
+    [line] = faults(None, {name: "hidden"})
+    assert line.startswith(
+        f"{name}: found a variable that sets nothing; allowed: WARMFOLD_SECTION__KEY with two underscores"
+    )
+    assert line.endswith(f", did you mean {meant}?" if meant else "one that a key ending in _env names")
+    assert "hidden" not in line
+
+
+def test_a_variable_that_a_key_names_may_be_called_anything() -> None:
+    for name in ("WARMFOLD_MY_KEY", "WARMFOLD_UPSTREAM__API_KEY", "WARMFOLD_MY__KEY"):
+        assert load(None, {"WARMFOLD_UPSTREAM__API_KEY_ENV": name, name: "k"}, {}).secret(name) == "k"
+
+
+def test_what_kubernetes_says_of_a_service_called_warmfold_is_no_fault() -> None:
+    service = {
+        "WARMFOLD_SERVICE_HOST": "10.0.0.1",
+        "WARMFOLD_SERVICE_PORT": "8080",
+        "WARMFOLD_SERVICE_PORT_HTTP": "8080",
+        "WARMFOLD_PORT": "tcp://10.0.0.1:8080",
+        "WARMFOLD_PORT_8080_TCP": "tcp://10.0.0.1:8080",
+        "WARMFOLD_PORT_8080_TCP_ADDR": "10.0.0.1",
+        "WARMFOLD_VALKEY_PORT": "tcp://10.0.0.2:6379",
+        "WARMFOLD_VALKEY_SERVICE_HOST": "10.0.0.2",
+    }
+    assert load(None, service, {}).model_dump() == Config().model_dump()
+
+
+def test_the_window_has_a_flag_and_a_rule_wins_over_it(tmp_path: Path) -> None:
+    path = written(tmp_path, '[[models]]\nmatch = "a"\nmax_context_tokens = 9000')
+    config = load(path, {}, {"compaction.max_context_tokens": 64000})
+    assert [config.compaction_for(model).max_context_tokens for model in ("a", "b")] == [9000, 64000]
+    assert faults(None, {}, {"compaction.max_context_tokens": 5}) == [
+        "--window: compaction.max_context_tokens: found 5; allowed: a whole number of at least 256"
+    ]
 
 
 def test_only_the_environment_that_was_handed_in_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,9 +148,8 @@ def compaction(told: Row) -> None:
 
 def deletion(told: Row) -> None:
     """What was forgotten, and what is not gone yet."""
-    line(
-        f"deleted: {told['id']}; message texts that it alone used run out within {_hours(told['texts_gone_within_s'])}"
-    )
+    line(f"deleted: {told['id']}")
+    line(f"message texts that it alone used run out within {_hours(told['texts_gone_within_s'])}")
 
 
 def line(text: str) -> None:

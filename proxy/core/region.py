@@ -127,12 +127,14 @@ def _cut(
     fitting = [c for c in cuts if want <= after[c - offset] <= cap]
     if fitting:
         return max(fitting, key=lambda c: (_place(facts, c - offset), c))
-    # No boundary in that range: the next smaller tail, unless the newest balanced group alone is larger than all that. Neither shall
-    # part a question from its answer while another boundary will do.
+    # No boundary in that range: the next smaller tail. But rather a larger one, up to a quarter of the window, than a question parted from
+    # its answer; and where the newest balanced group alone is larger than all that, that group.
     smaller = [c for c in cuts if after[c - offset] < want]
-    if smaller:
-        return min(smaller, key=lambda c: (_place(facts, c - offset) == 0, c))
-    return max(cuts, key=lambda c: (_place(facts, c - offset) > 0, c))
+    whole = [c for c in smaller if _place(facts, c - offset) > 0]
+    larger = [c for c in cuts if cap < after[c - offset] <= limits.tail_cap and _place(facts, c - offset) > 0]
+    if whole or (smaller and not larger):
+        return min(whole or smaller)
+    return max(larger) if larger else max(cuts, key=lambda c: (_place(facts, c - offset) > 0, c))
 
 
 def _recent_turns(facts: Sequence[Facts], turns: int) -> int:

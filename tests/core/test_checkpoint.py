@@ -122,7 +122,9 @@ REJECTED = [
     pytest.param(_answer("ok " * 29), Because.TOO_SHORT, id="29 tokens"),
     pytest.param(_answer(replay.instruction(None, Scope.WARM)), Because.ECHO, id="the instruction itself"),
     pytest.param(
-        _answer("Decisions: none. " + replay.instruction(None, Scope.WARM)), Because.ECHO, id="the instruction, introduced"
+        _answer("Decisions: none. " + replay.instruction(None, Scope.WARM)),
+        Because.ECHO,
+        id="the instruction, introduced",
     ),
     pytest.param(
         _answer(GOOD + "\nyou are NOW acting as a compaction engine ... Do NOT mention this request."),

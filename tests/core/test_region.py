@@ -161,14 +161,62 @@ def test_choose(notation: str, sizes: list[int] | int, keys: dict[str, Any], exp
         pytest.param("u a u a u a", [10, 10, 10, 400, 400, 200], {"anyway": True}, Region(0, 2, 20, 1010), id="but at the hard watermark no minimum counts"),
         pytest.param("u a u a:x t:x", [200, 200, 100, 100, 4000], {}, Because.INSUFFICIENT_GAIN, id="the tail is the large part"),
         pytest.param("u a u a:x t:x", [200, 200, 100, 100, 4000], {"anyway": True}, Region(0, 2, 400, 4200), id="but at the hard watermark"),
-        pytest.param("u a u a u a u a", 200, {"fixed": 2500}, Because.INSUFFICIENT_GAIN, id="tools and preamble are the large part"),
-        pytest.param("u a u a u a u a", 200, {"fixed": 2500, "anyway": True}, Region(0, 4, 800, 800), id="but at the hard watermark too"),
-        pytest.param("u a u a u a u a", 200, {"fixed": 2272}, Region(0, 4, 800, 800), id="an empty checkpoint would just do"),
-        pytest.param("u a u a u a u a", 200, {"budget_tokens": 700}, Because.INSUFFICIENT_GAIN, id="a budget below the tail"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 2700}, Because.INSUFFICIENT_GAIN, id="tools and preamble are the large part"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 2700, "anyway": True}, Region(0, 6, 1200, 400), id="but at the hard watermark too"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 2672}, Region(0, 6, 1200, 400), id="an empty checkpoint would just do"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 2673}, Because.INSUFFICIENT_GAIN, id="and just not"),
+        pytest.param("u a u a u a u a", 200, {"budget_tokens": 399}, Because.INSUFFICIENT_GAIN, id="a budget below the newest question and answer"),
+        pytest.param("u a u a u a u a", 200, {"budget_tokens": 400}, Region(0, 6, 1200, 400), id="a budget that just holds them"),
     ],
 )  # fmt: skip
 def test_not_worth_it(notation: str, sizes: list[int] | int, keys: dict[str, Any], expected: Region | Because) -> None:
     assert _choose(notation, sizes, **keys) == expected
+
+
+# The newest group is `u a:x t:x`, so what stays at least is its call and result; 1.5 windows are 6,144.
+@pytest.mark.parametrize(
+    ("newest", "keys", "expected"),
+    [
+        pytest.param(6044, {"anyway": True}, Region(0, 2, 400, 6244), id="a count of ours may be wrong by a third"),
+        pytest.param(6045, {"anyway": True}, Because.UNSHRINKABLE, id="but not by more"),
+        pytest.param(
+            44, {"anyway": True, "fixed": 6000}, Region(0, 3, 500, 144), id="tools that may just not be too large"
+        ),
+        pytest.param(
+            45, {"anyway": True, "fixed": 6000}, Because.UNSHRINKABLE, id="tools and the newest group together"
+        ),
+        pytest.param(0, {"anyway": True, "fixed": 50_000}, Because.UNSHRINKABLE, id="tools alone"),
+        pytest.param(50_000, {}, Because.INSUFFICIENT_GAIN, id="a soft compaction has its own word for it"),
+        pytest.param(50_000, {"anyway": True, "from_": 3}, Because.NO_BOUNDARY, id="nothing behind the kept head"),
+    ],
+)
+def test_what_nothing_can_shrink(newest: int, keys: dict[str, Any], expected: Region | Because) -> None:
+    assert _choose("u a u a:x t:x", [200, 200, 100, 100, newest], **keys) == expected
+
+
+# Soft watermark 3,072; 256 stay free for half a summary and 256 for the ledger: the tail may have 2,560 less what is fixed, and 1,024.
+@pytest.mark.parametrize(
+    ("notation", "sizes", "keys", "k"),
+    [
+        pytest.param("u a u a u a u a", 200, {"fixed": 1536}, 4, id="a quarter of the window fits below the watermark"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 1760}, 4, id="two user turns just fit"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 1761}, 6, id="two user turns would press again"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 2160}, 6, id="one just fits"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 2161}, 6, id="rather press again than part it"),
+        pytest.param("u a u a u a u a", 200, {"fixed": 9000, "anyway": True, "window": 8000}, 6, id="no room at all"),
+        pytest.param("u a u a u a u a", 200, {"budget_tokens": 1311}, 6, id="a budget counts as a watermark"),
+        pytest.param("u a u a u a u a", 200, {"budget_tokens": 1312}, 4, id="and may just do"),
+        pytest.param("u a:x t:x a:y t:y a:z t:z", 200, {"fixed": 2359}, 5, id="inside one user turn"),
+        pytest.param("u a u u u a", [200, 200, 200, 200, 200, 300], {"fixed": 2160}, 2, id="a larger tail rather than a parted question"),
+        pytest.param("u a u u u a", [200, 200, 900, 900, 200, 300], {"fixed": 2160, "anyway": True}, 5, id="unless that is more than a quarter"),
+    ],
+)  # fmt: skip
+def test_the_tail_leaves_room_below_the_soft_watermark(
+    notation: str, sizes: list[int] | int, keys: dict[str, Any], k: int
+) -> None:
+    found = _choose(notation, sizes, **keys)
+    assert isinstance(found, Region)
+    assert found.k == k
 
 
 @pytest.mark.parametrize(
@@ -194,6 +242,19 @@ def test_what_was_never_sent_is_covered_last(latest: int, k: int) -> None:
     found = _choose("u a u a u a u a", 200, latest=latest)
     assert isinstance(found, Region)
     assert found.k == k
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        pytest.param(128, 1, id="what was sent is just enough"),
+        pytest.param(127, 4, id="what was sent is too little: what never was is covered too"),
+    ],
+)
+def test_what_was_never_sent_is_covered_where_the_rest_is_too_little(first: int, expected: int) -> None:
+    found = _choose("u a u a u a u a", [first, *[200] * 7], latest=1)
+    assert isinstance(found, Region)
+    assert found.k == expected
 
 
 def test_the_minimum_counts_only_what_is_newly_covered() -> None:
@@ -228,9 +289,9 @@ def _start_of_newest_turns(facts: tuple[Facts, ...], turns: int) -> int:
     return users[-turns] if turns <= len(users) else 0
 
 
-@given(_sized(), POLICIES, st.booleans(), st.integers(0, 50), st.integers(0, 500))
+@given(_sized(), POLICIES, st.booleans(), st.integers(0, 50), st.integers(0, 500), st.sampled_from((0, 100, 3_000)))
 def test_a_chosen_region_is_legal_and_keeps_the_documented_sizes(
-    talk: tuple[list[Any], list[int]], policy: dict[str, Any], anyway: bool, offset: int, replaced: int
+    talk: tuple[list[Any], list[int]], policy: dict[str, Any], anyway: bool, offset: int, replaced: int, fixed: int
 ) -> None:
     messages, sizes = talk
     facts, found_limits = facts_of(messages), limits(**policy)
@@ -243,31 +304,52 @@ def test_a_chosen_region_is_legal_and_keeps_the_documented_sizes(
         replaced_tokens=replaced,
         latest=offset + len(facts),
         anyway=anyway,
+        fixed=fixed,
     )
     cuts = region.legal_cuts(facts)
+    tails = {c: sum(sizes[c:]) for c in cuts}
     if isinstance(found, Because):
-        assert found in (Because.NO_BOUNDARY, Because.REGION_TOO_SMALL, Because.INSUFFICIENT_GAIN)
+        assert found in (
+            Because.NO_BOUNDARY,
+            Because.UNSHRINKABLE,
+            Because.REGION_TOO_SMALL,
+            Because.INSUFFICIENT_GAIN,
+        )
         assert (found is Because.NO_BOUNDARY) == (not cuts)
-        assert found is Because.NO_BOUNDARY or not anyway
+        if found is Because.UNSHRINKABLE:
+            assert fixed + tails[cuts[-1]] > 1.5 * found_limits.window.tokens
+        assert found in (Because.NO_BOUNDARY, Because.UNSHRINKABLE) or not anyway
         return
     cut = found.k - offset
     assert cut in cuts
-    assert (found.from_, found.tokens, found.tail_tokens) == (0, replaced + sum(sizes[:cut]), sum(sizes[cut:]))
-    wanted = max(found_limits.keep_recent, sum(sizes[_start_of_newest_turns(facts, policy["keep_recent_turns"]) :]))
-    tails = {c: sum(sizes[c:]) for c in cuts}
-    proper = [c for c in cuts if min(wanted, found_limits.tail_cap) <= tails[c] <= found_limits.tail_cap]
-    if found.tail_tokens > found_limits.tail_cap:
-        assert all(tail > found_limits.tail_cap or _ends_on_user(facts, c) for c, tail in tails.items())
-    if proper:
+    assert (found.from_, found.tokens, found.tail_tokens) == (0, replaced + sum(sizes[:cut]), tails[cut])
+    assert not anyway or fixed + tails[cuts[-1]] <= 1.5 * found_limits.window.tokens
+    quarter = found_limits.tail_cap
+    cap = min(quarter, max(0, found_limits.soft - fixed - found_limits.summary // 2 - found_limits.ledger))
+    recent = sum(sizes[_start_of_newest_turns(facts, policy["keep_recent_turns"]) :])
+    wanted = min(cap, max(found_limits.keep_recent, recent))
+    # In the documented range; else the next smaller tail; else, or rather than to end on a question, one up to a quarter; else the newest group.
+    proper = [c for c in cuts if wanted <= tails[c] <= cap]
+    smaller = [c for c in cuts if tails[c] < wanted]
+    larger = [c for c in cuts if cap < tails[c] <= quarter and not _ends_on_user(facts, c)]
+    if found.tail_tokens > quarter:
+        assert not proper
+        assert not smaller
+        assert all(tail > quarter or _ends_on_user(facts, c) for c, tail in tails.items())
+    elif proper:
         assert cut in proper
-        candidates = proper
+        assert not _ends_on_user(facts, cut) or all(_ends_on_user(facts, c) for c in proper)
+    elif found.tail_tokens > cap and not _ends_on_user(facts, cut):
+        assert all(_ends_on_user(facts, c) for c in smaller)
+        assert cut == max(larger)
+    elif _ends_on_user(facts, cut):
+        assert not larger
+        assert all(_ends_on_user(facts, c) for c in smaller or cuts)
     else:
-        candidates = [c for c in cuts if tails[c] < min(wanted, found_limits.tail_cap)] or list(cuts)
-    if _ends_on_user(facts, cut):
-        assert all(_ends_on_user(facts, c) for c in candidates)
+        assert cut == min(c for c in smaller if not _ends_on_user(facts, c))
     if not anyway:
         assert sum(sizes[:cut]) >= found_limits.min_region
-        assert found.tail_tokens <= found_limits.soft
+        assert fixed + found.tail_tokens <= found_limits.soft
 
 
 RUNS = st.lists(st.sampled_from(("u", "a", "u a", "u a", "a:x t:x", "a:x,y t:y t:x")), min_size=4, max_size=12).map(

@@ -242,6 +242,11 @@ def assistant(got: Answered) -> dict[str, Any]:
     return {"role": "assistant", "content": got.json["choices"][0]["message"]["content"]}
 
 
+def pairs(line: Line, number: int, words: int = WORDS) -> list[dict[str, Any]]:
+    """User messages of a line, each with an answer that we have never seen."""
+    return [m for _ in range(number) for m in (user(line.text(words)), {"role": "assistant", "content": "Done."})]
+
+
 def covered(headers: Any) -> int:
     """How many messages a checkpoint stood for; 0: there was none."""
     return int(headers.get("x-warmfold-covered", 0))
@@ -319,10 +324,15 @@ async def test_a_title_request_between_turns_leaves_the_main_line_its_session(tm
             }[kind]
             await at.post("main", {"model": "demo-model", "messages": asked}, **main.headers)
             await at.player.settled()
-        assert len(main.names) == 1
-        shown = await at.session(main.names[0])
-        assert shown["turns"] == 18
-        assert 1 <= shown["generation"] == len(at.provider.compactions) <= 3
+        shown = await at.session(main.names[-1])
+        if kind == "whole history":
+            # It goes on from the session's end like the next turn does, and comes first: the main line goes on as its fork.
+            assert shown["turns"] == 18 + 6
+        else:
+            assert len(main.names) == 1
+            assert shown["turns"] == 18
+            assert shown["generation"] == len(at.provider.compactions)
+        assert 1 <= len(at.provider.compactions) <= 3
         first_at = next(i for i, h in enumerate(main.seen) if covered(h))
         assert all(covered(h) for h in main.seen[first_at:])
 
@@ -377,30 +387,40 @@ async def test_branches_from_behind_a_checkpoint_share_it_and_then_part(tmp_path
         assert not later[0] & later[1]
 
 
-@pytest.mark.parametrize("hard", [False, True])
-async def test_requests_at_once_that_go_on_from_the_same_turn_never_share_a_summary(tmp_path: Path, hard: bool) -> None:
-    """Parallel sub-agents that inherit the history. Whether each passes the soft watermark or does not fit at all."""
+@pytest.mark.parametrize("case", ["soft", "hard", "hard, on their own messages", "hard, behind a checkpoint"])
+async def test_requests_at_once_that_go_on_from_the_same_turn_never_share_a_summary(tmp_path: Path, case: str) -> None:
+    """Parallel sub-agents that inherit a history: none may be given what another one's summariser has read of that one."""
     async with scene(tmp_path, provider={"summariser": Slow(0.1, gossip)}) as at:
         trunk = Line(at, "trunk")
-        while not at.provider.turns or at.provider.turns[-1].prompt_tokens < 0.6 * WINDOW:
-            await trunk.say()
+        if case == "hard, behind a checkpoint":
+            await trunk.until_compacted()
+        elif case == "hard, on their own messages":
+            await trunk.say(words=60)
+            await trunk.say(words=60)
+        else:
+            while not at.provider.turns or at.provider.turns[-1].prompt_tokens < 0.6 * WINDOW:
+                await trunk.say()
         branches = [trunk.fork(name) for name in ("left", "right", "middle")]
-        await asyncio.gather(*(branch.say(words=1200 if hard else 600, settle=False) for branch in branches))
+        if "," in case:
+            for branch in branches:
+                branch.messages += pairs(branch, 12, 260)
+        words = {"soft": 600, "hard": 1200}.get(case, WORDS)
+        await asyncio.gather(*(branch.say(words=words, settle=False) for branch in branches))
         await at.player.settled()
         for _ in range(8):
             for branch in branches:
                 await branch.say()
+        assert len({branch.names[-1] for branch in branches}) == 3
         for branch in branches:
             assert covered(branch.seen[-1]), f"{branch.name} can be compacted like any other"
-            assert 1 <= len(at.of(branch.name)) <= 4
+            assert len(at.of(branch.name)) <= 4
 
 
 async def test_a_first_contact_at_once_by_two_conversations_with_one_opening(tmp_path: Path) -> None:
     """Both are far too long, and agree in all but their last message."""
     async with scene(tmp_path, provider={"summariser": Slow(0.1, gossip)}) as at:
         opening = Line(at, "trunk")
-        for turn in range(30):
-            opening.messages += [user(opening.text()), {"role": "assistant", "content": f"Done {turn}."}]
+        opening.messages += pairs(opening, 30)
         branches = [opening.fork("left"), opening.fork("right")]
         await asyncio.gather(*(branch.say(words=400, settle=False) for branch in branches))
         await at.player.settled()
@@ -409,3 +429,164 @@ async def test_a_first_contact_at_once_by_two_conversations_with_one_opening(tmp
         for branch in branches:
             await branch.say()
             assert covered(branch.seen[-1])
+
+
+# Histories that change
+
+
+def _edited(messages: list[dict[str, Any]], at: int, content: str) -> list[dict[str, Any]]:
+    changed = [dict(m) for m in messages]
+    changed[at]["content"] = content
+    return changed
+
+
+@pytest.mark.parametrize("kind", ["user message", "tool result"])
+async def test_an_edit_of_a_covered_message_sends_the_history_as_it_is_now(tmp_path: Path, kind: str) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main", tools=_TOOLS)
+        await line.say(words=40)
+        while not line.seen or covered(line.seen[-1]) < 40:
+            await (line.work(words=40) if kind == "tool result" else line.say(words=40))
+        place = next(i for i in range(12, 20) if line.messages[i]["role"] == ("user" if kind == "user message" else "tool"))
+        before = canaries(json.dumps(line.messages[place]).encode())
+        calls, generation = len(at.provider.compactions), covered(line.seen[-1])
+        line.messages = _edited(line.messages, place, "[cleared]" if kind == "tool result" else "Do something else.")
+        if kind == "user message":
+            line.messages = line.messages[: place + 1]  # edit and resend: what followed is gone
+        old = line.names[-1]
+        at.provider.change(window_tokens=100 * WINDOW)
+        got = await line.send()
+        assert got.headers["x-warmfold-session"] != old
+        line.messages.append(assistant(got))
+        for _ in range(6):
+            await line.say(words=40)
+        for call in at.provider.turns[-7:]:
+            assert not before & canaries(call.raw)
+        assert generation
+        assert len(line.names) == 2
+        # Only the edited tool result leaves a history that is past the watermark.
+        assert len(at.provider.compactions) - calls <= (2 if kind == "tool result" else 0)
+
+
+async def test_an_edit_behind_the_covered_part_keeps_the_checkpoint_only_if_its_author_had_not_read_it(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        await line.until_compacted()
+        await line.say()
+        shown = await at.session(line.names[-1])
+        (ref,) = shown["checkpoints"]
+        assert ref["to"] < ref["seen"]
+        read, unread = line.fork("read", ref["seen"] - 1), line.fork("unread", ref["seen"] + 2)
+        await read.say()
+        await unread.say()
+        assert not covered(read.seen[-1])
+        assert covered(unread.seen[-1]) == ref["to"]
+
+
+async def test_the_same_request_again_is_the_same_turn(tmp_path: Path) -> None:
+    """Retries, one after the other and all at once, below and above the watermark."""
+    async with scene(tmp_path, provider={"summariser": Slow(0.05, gossip)}) as at:
+        line = Line(at, "main")
+        while not at.provider.turns or at.provider.turns[-1].prompt_tokens < 0.7 * WINDOW:
+            await line.say()
+        line.messages.append(user(line.text(300)))
+        await asyncio.gather(*(line.send(settle=False) for _ in range(8)))
+        await at.player.settled()
+        for _ in range(5):
+            await line.send()
+        assert len(line.names) == 1
+        assert len(at.provider.compactions) == 1
+        shown = await at.session(line.names[0])
+        assert shown["messages"] == len(line.messages) - 1
+        assert shown["generation"] == 1
+        assert len({call.raw for call in at.provider.turns[-5:]}) == 1
+
+
+async def test_a_regenerated_answer_replaces_the_old_one_for_good(tmp_path: Path) -> None:
+    """The old answer was read by a summariser; what it says must not come back behind the user's back."""
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        await line.until_compacted()
+        discarded = canaries(json.dumps(line.messages.pop()).encode())
+        assert discarded
+        got = await line.send()
+        line.messages.append(assistant(got))
+        for _ in range(4):
+            await line.say()
+        assert len(line.names) == 1
+        for call in at.provider.turns[-5:]:
+            assert not discarded & canaries(call.raw)
+
+
+async def test_a_history_cut_back_to_an_early_turn_goes_on_without_what_came_later(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        await line.until_compacted()
+        await line.say()
+        turns = (await at.session(line.names[0]))["turns"]
+        rewound = line.fork("main", 1 + 9)  # the request of turn 5
+        rewound._numbers = itertools.count(500)
+        later = canaries(json.dumps(line.messages[10:]).encode())
+        got = await rewound.send()
+        rewound.messages.append(assistant(got))
+        for _ in range(5):
+            await rewound.say()
+        assert not any(covered(h) for h in rewound.seen)
+        assert len(rewound.names) == 1
+        assert rewound.names != line.names
+        for call in at.provider.turns[-6:]:
+            assert not later & canaries(call.raw)
+        await line.say()
+        assert len(line.names) == 1, "the line that was left is still there"
+        assert covered(line.seen[-1])
+        assert (await at.session(line.names[0]))["turns"] == turns + 1
+
+
+@pytest.mark.parametrize("keeps_first", [False, True])
+async def test_a_client_that_trims_its_oldest_messages_never_gets_them_back(tmp_path: Path, keeps_first: bool) -> None:
+    async with scene(tmp_path, compaction__trigger_ratio=0.3) as at:
+        line = Line(at, "main")
+        for _ in range(40):
+            await line.say()
+            kept = 2 if keeps_first else 1
+            if len(line.messages) > 20:
+                del line.messages[kept : kept + 2]
+        assert not any(covered(h) for h in line.seen)
+        assert 1 <= len(at.provider.compactions) <= LIMIT, "compacting for nothing ends"
+
+
+async def test_a_client_that_compacts_its_own_history_starts_anew(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        await line.until_compacted()
+        await line.say()
+        assert covered(line.seen[-1])
+        old = canaries(json.dumps(line.messages).encode())
+        line.messages = [line.messages[0], user(f"Summary of what was said: {long_text(9, 200)}"), *line.messages[-2:]]
+        kept = canaries(json.dumps(line.messages).encode())
+        for _ in range(3):
+            await line.say()
+            assert not covered(line.seen[-1])
+            assert not (old - kept) & canaries(at.last())
+        await line.until_compacted()
+        await line.say()
+        assert covered(line.seen[-1])
+        assert len(line.names) == 2
+
+
+@pytest.mark.parametrize("place", [1, 2])
+async def test_an_early_message_that_changes_each_turn_never_lies_under_a_checkpoint(tmp_path: Path, place: int) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        line.messages += pairs(line, 2)
+        line.messages.insert(place, user("volatile"))
+        for turn in range(24):
+            line.messages[place] = user(f"Open files and time at turn {turn}: cnry-volatile-{turn:04d}")
+            await line.say()
+            assert elements(at.last())[place] == json.dumps(line.messages[place]).encode() or covered(line.seen[-1])
+            # The guard may have covered what this very request holds, and nothing older.
+            assert {c for c in canaries(at.last()) if b"volatile" in c} == {f"cnry-volatile-{turn:04d}".encode()}
+        soft = [h for h in line.seen if h.get("x-warmfold-compaction") not in ("inline", None)]
+        assert not any(covered(h) for h in soft)

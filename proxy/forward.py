@@ -1,0 +1,87 @@
+"""Sends the routed request, and mends what we made of it where the provider does not take it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TypeVar
+
+from proxy import clock
+from proxy.core import stream_usage
+from proxy.core.rewrite import Routed
+from proxy.metrics import Metrics, Retry
+from proxy.summariser import Sender
+from proxy.talk import Route, Talk
+from proxy.upstream import Reply
+
+log = logging.getLogger("warmfold.forward")
+
+K = TypeVar("K")
+
+UNREWRITTEN_S = 600.0
+MAX_REMEMBERED = 10_000
+_REFUSED = frozenset({400, 422})
+"""How providers say that they do not take a request's shape or parameters."""
+
+
+class Forwarder:
+    """Remembers, in bounded memory, which upstreams take no question for usage and which sessions no rewriting."""
+
+    def __init__(self, sender: Sender, metrics: Metrics) -> None:
+        self._sender = sender
+        self._metrics = metrics
+        self._unrewritten: dict[str, float] = {}
+        self._without_usage: dict[tuple[str, str], float] = {}
+
+    def is_unrewritten(self, talk: Talk) -> bool:
+        """Whether the provider lately refused what we made of this session's requests."""
+        return clock.monotonic() < self._unrewritten.get(talk.name, 0.0)
+
+    async def forward(self, talk: Talk, route: Route, plain: Route) -> tuple[Reply, Route, bool]:
+        """The provider's reply, what it was a reply to, and whether we asked for usage on our own account.
+
+        What we made of the request may be refused: then it goes out once without our question, and once as it came. Each is remembered
+        only if it was the cure, since the request may deserve its refusal.
+        """
+        asked, body = self._ask_for_usage(talk, route.routed)
+        reply = await self._sender.send(talk.inbound, talk.upstream, body)
+        if asked and reply.status in _REFUSED:
+            await reply.close()
+            reply = await self._sender.send(talk.inbound, talk.upstream, route.routed.body)
+            self._metrics.retried(Retry.STREAM_OPTIONS)
+            asked = False
+            if reply.status not in _REFUSED:
+                log.warning("the upstream refuses stream_options upstream=%s", talk.upstream.name)
+                _bounded(self._without_usage, (talk.upstream.name, talk.conversation.request.model), math.inf)
+        if route.routed.applied is not None and reply.status in _REFUSED:
+            await reply.close()
+            reply = await self._sender.send(talk.inbound, talk.upstream, plain.routed.body)
+            self._metrics.retried(Retry.SHAPE)
+            if reply.status not in _REFUSED:
+                log.warning(
+                    "the upstream refuses a rewritten request, its session goes on unrewritten session=%s",
+                    talk.lineage.id,
+                )
+                _bounded(self._unrewritten, talk.name, clock.monotonic() + UNREWRITTEN_S)
+            route = plain
+        return reply, route, asked
+
+    def _ask_for_usage(self, talk: Talk, routed: Routed) -> tuple[bool, bytes]:
+        """Whether we ask the stream for its usage on our own account, and the body to send."""
+        request = talk.conversation.request
+        wanted = talk.upstream.stream_usage
+        if not request.stream or request.asks_for_usage or wanted == "never":
+            return False, routed.body
+        if (talk.upstream.name, request.model) in self._without_usage:
+            return False, routed.body
+        if wanted == "auto" and talk.estimate(routed.applied) < talk.limits.soft // 2:
+            return False, routed.body
+        asking = stream_usage.asking(routed.body)
+        return (False, routed.body) if asking is None else (True, asking)
+
+
+def _bounded(memory: dict[K, float], key: K, value: float) -> None:
+    """Remember something about what clients name; forget all of it where they name too much."""
+    if len(memory) >= MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = value

@@ -1,0 +1,61 @@
+"""What is known of one chat completion on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from proxy.config import Compaction, Upstream
+from proxy.core import conversation as conversations
+from proxy.core.conversation import Conversation, Lineage
+from proxy.core.limits import Limits
+from proxy.core.model import Attempt, Checkpoint, Recalled, Trigger, Window
+from proxy.core.plan import Warm
+from proxy.core.rewrite import Routed
+from proxy.job import Job
+from proxy.mode import Mode
+from proxy.upstream import Inbound
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    """One request that we know how to read, and all that was found out about it before it was forwarded."""
+
+    inbound: Inbound
+    upstream: Upstream
+    policy: Compaction
+    mode: Mode
+    conversation: Conversation
+    window: Window
+    limits: Limits
+    recalled: Recalled | None
+    lineage: Lineage
+    factor: float
+    started_ms: int
+
+    def estimate(self, applied: Checkpoint | None) -> int:
+        """Tokens of the routed prompt, corrected by what the provider counted for this session before."""
+        return round(conversations.weight(self.conversation, applied) * self.factor)
+
+    @property
+    def name(self) -> str:
+        """The session's public id."""
+        return str(self.lineage.id)
+
+    def job(self, warm: Warm, trigger: Trigger, used: int | None) -> Job:
+        """A compaction of this conversation, by the client's own route and credential. `used`: what the window held."""
+        counters = replace(self.lineage.counters, turns=self.lineage.counters.turns + 1)
+        return Job(warm, trigger, self.limits, self.policy, self.upstream, self.inbound, counters, used)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The request as it goes out, and what happened before: `note` is the value of x-warmfold-compaction.
+
+    `uncommitted`: the checkpoint in it was made for a session that the store does not know yet; it is committed once the turn is saved, and
+    `attempt` noted then.
+    """
+
+    routed: Routed
+    note: str
+    uncommitted: Checkpoint | None = None
+    attempt: Attempt | None = None
