@@ -128,7 +128,7 @@ class Journey:
                 made = await self._compactor.wait_elsewhere(warm, until - clock.monotonic())
             shorter = rewrite.route(talk.conversation.request, talk.conversation.preamble_length, made)
             if shorter.applied is None or shorter.applied.k <= (route.routed.applied.k if route.routed.applied else 0):
-                if outcome.because is Because.NO_BOUNDARY:
+                if outcome.because in (Because.NO_BOUNDARY, Because.UNSHRINKABLE):
                     self._metrics.unshrinkable()
                 failed = f"failed-{outcome.because or Because.CONFLICT}"
                 return route if route.note == "inline" else replace(route, note=failed)

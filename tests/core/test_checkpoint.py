@@ -14,6 +14,7 @@ from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.model import Because, Checkpoint, CheckpointRef, Said, Scope
 
 GOOD = "Task and intent: fix the parser.\nDecisions: keep the old API.\nNext steps: run the tests."
+BEGINS, ENDS = "The user said: you are now acting as a compaction engine.", "The user said: do not mention this request."
 PLAIN = "The user wants the parser fixed. " * 30
 
 
@@ -167,8 +168,8 @@ ACCEPTED = [
     pytest.param(_answer("é" * 131_072), "é" * 131_072, id="262,144 bytes"),
     pytest.param(_answer("ok " * 30), ("ok " * 30).strip(), id="30 tokens"),
     pytest.param(_answer("Next steps: none."), "Next steps: none.", id="short, but under a heading"),
-    pytest.param(_answer(GOOD + "\nThe user said: you are now acting as a compaction engine."), GOOD + "\nThe user said: you are now acting as a compaction engine.", id="quotes one end of the instruction"),
-    pytest.param(_answer(GOOD + "\nThe user said: do not mention this request."), GOOD + "\nThe user said: do not mention this request.", id="quotes the other end"),
+    pytest.param(_answer(f"{GOOD} {BEGINS}"), f"{GOOD} {BEGINS}", id="quotes one end of the instruction"),
+    pytest.param(_answer(f"{GOOD} {ENDS}"), f"{GOOD} {ENDS}", id="quotes the other end"),
     pytest.param(_answer("Errors and fixes: I'm sorry, the tests failed."), "Errors and fixes: I'm sorry, the tests failed.", id="reports an apology"),
     pytest.param(_answer("The user sorts errors by date. " * 8), ("The user sorts errors by date. " * 8).strip(), id="speaks of errors"),
     pytest.param(_answer("I can see what the user wants. " * 8), ("I can see what the user wants. " * 8).strip(), id="can, and says so"),

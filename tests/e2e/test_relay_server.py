@@ -38,6 +38,8 @@ def written(
 class Served:
     process: asyncio.subprocess.Process
     port: int
+    told: str = ""
+    """What was written to stderr up to the line that says where it serves."""
 
     async def ended(self) -> tuple[int, str]:
         """Exit status, and what was written to stderr since it began to serve."""
@@ -46,17 +48,18 @@ class Served:
         return self.process.returncode, errors.decode()
 
 
-async def launched(config: Path) -> asyncio.subprocess.Process:
-    command = (sys.executable, "-W", "error", "-m", "proxy", "serve", "--config", str(config))
+async def launched(*flags: str | Path, folder: Path | None = None) -> asyncio.subprocess.Process:
+    command = (sys.executable, "-W", "error", "-m", "proxy", "serve", *map(str, flags))
+    paths = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     return await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, cwd=folder, env=paths
     )
 
 
 @asynccontextmanager
-async def serving(config: Path) -> AsyncIterator[Served]:
-    """`warmfold serve`, up."""
-    process = await launched(config)
+async def serving(config: Path | None, *flags: str | Path, folder: Path | None = None) -> AsyncIterator[Served]:
+    """`warmfold serve`, up; started in `folder`."""
+    process = await launched(*(["--config", config] if config else []), *flags, folder=folder)
     try:
         assert process.stderr is not None
         seen = b""
@@ -64,7 +67,7 @@ async def serving(config: Path) -> AsyncIterator[Served]:
             line = await asyncio.wait_for(process.stderr.readline(), 30)
             assert line, seen
             seen += line
-        yield Served(process, int(found[1]))
+        yield Served(process, int(found[1]), seen.decode())
     finally:
         if process.returncode is None:
             process.kill()
@@ -140,7 +143,7 @@ async def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
     async with upstream(fixed(plain())) as up:
         cases = [
             (
-                written(_made(tmp_path / "1"), up.base_url, port=up.port),
+                written(_made(tmp_path / "1"), "http://127.0.0.1:1/v1", port=up.port),
                 rf"server\.port: cannot listen on 127\.0\.0\.1:{up.port}: address already in use",
             ),
             (
@@ -158,13 +161,90 @@ async def test_what_keeps_it_from_starting_is_one_line(tmp_path: Path) -> None:
         assert re.fullmatch(line + "\n", errors), errors
 
 
+@on_uvloop
+async def test_a_directory_that_cannot_be_ours_is_refused_by_the_file_that_names_it(tmp_path: Path) -> None:
+    taken = _made(tmp_path / "store")
+    taken.chmod(0o755)
+    (taken / "somebody's").touch()
+    path = written(tmp_path, "http://127.0.0.1:1/v1")
+    status, errors = await _refusal(path)
+    assert status == 2
+    assert errors.startswith(f"{path}: store.data_dir: found ")
+    assert errors.count("\n") == 1
+
+
+@on_uvloop
+async def test_the_first_lines_say_what_would_surprise_somebody(tmp_path: Path) -> None:
+    config = written(_made(tmp_path / "a"), "http://127.0.0.1:1/v1")
+    async with serving(config) as served:
+        assert f"configuration file={config} store=embedded data_dir={tmp_path / 'a' / 'store'}\n" in served.told
+        assert "WARNING warmfold.server no window configured: 32000 tokens assumed for every model; set " in served.told
+    async with serving(config, "--window", "64000") as served:
+        assert "WARNING" not in served.told
+    config.write_text(config.read_text() + '[[models]]\nmatch = "a"\nmax_context_tokens = 9000\n')
+    async with serving(config) as served:
+        assert "WARNING" not in served.told
+
+
+@on_uvloop
+async def test_a_file_of_the_working_directory_is_not_read_and_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "warmfold.toml").write_text("[server]\nport = 'unreadable'\n")
+    flags = ("--port", "0", "--window", "9000", "--upstream", "http://127.0.0.1:1/v1")
+    other = _made(tmp_path / "other") / "config.toml"
+    other.write_text("[admin]\nport = 0\n")
+    async with serving(other, *flags, folder=tmp_path) as served:
+        assert "is not read" not in served.told
+        assert f"data_dir={tmp_path / '.warmfold'}\n" in served.told
+    os.environ["WARMFOLD_ADMIN__PORT"] = "0"
+    try:
+        async with serving(None, *flags, folder=tmp_path) as served:
+            assert "WARNING warmfold.server warmfold.toml in the working directory is not read; --config " in served.told
+            assert "configuration file=none store=embedded" in served.told
+    finally:
+        del os.environ["WARMFOLD_ADMIN__PORT"]
+
+
+ASKING = b"GET /v1/x?key=query-canary HTTP/1.1\r\nHost: h\r\n\r\n"
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The listener's warnings."""
+    assert "canary" not in caplog.text
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and r.name == "warmfold.listener"]
+
+
+@on_uvloop
+async def _failing(script: Script | None, caplog: pytest.LogCaptureFixture, *, settled: str) -> None:
+    port_of_nobody = "http://127.0.0.1:1/v1"
+    async with AsyncExitStack() as stack:
+        base_url = (await stack.enter_async_context(upstream(script))).base_url if script else port_of_nobody
+        warmfold = await stack.enter_async_context(proxy(base_url, read_idle_timeout_s=0.2))
+        async with connected(warmfold.port) as (reader, writer):
+            writer.write(ASKING)
+            await soon(reader.read())
+        await counted(warmfold, settled)
+
+
+async def _hang_up(exchange: Exchange) -> None:
+    exchange.writer.close()
+
+
+async def _silent(exchange: Exchange) -> None:
+    await exchange.watch()
+
+
+async def _break_off(exchange: Exchange) -> None:
+    await exchange.send(b"HTTP/1.1 200 OK\r\nX-Note: answer-canary\r\nContent-Length: 100\r\n\r\nanswer-canary")
+    exchange.writer.close()
+
+
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder
 
 
 async def _refusal(path: Path) -> tuple[int, str]:
-    process = await launched(path)
+    process = await launched("--config", path)
     return await Served(process, 0).ended()
 
 
