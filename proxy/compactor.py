@@ -124,6 +124,13 @@ class Compactor:
             if attempt is not None:
                 await self._store.note(session, replace(attempt, outcome="committed"), counters)
 
+    async def observe(self, job: Job) -> None:
+        """Note what would have been done, and do nothing: `mode = "observe"`. It counts for the debounce as the real one would."""
+        planned = Planner(job.warm, job.limits, job.policy).plan(job.trigger, job.span)
+        because = planned if isinstance(planned, Because) else Because.OBSERVE
+        attempt = _attempt(job, "skipped", because, None if isinstance(planned, Because) else planned)
+        await self._noted(job, attempt, replace(job.counters, last_turn=job.counters.turns))
+
     async def compact(self, job: Job) -> Outcome:
         """One compaction, from the lock to the commit."""
         async with self._store.flight(job.warm.session, LOCK_TTL_S) as mine:

@@ -128,7 +128,7 @@ class Metrics:
         )
         self._turns = counter(
             "turns",
-            "Chat completions answered completely with 200, by whether a checkpoint stood in them.",
+            "Chat completions answered completely with 200, by whether a checkpoint stood in them; without those too small to be looked up.",
             applied=_YES_NO,
         )
         self._turn_tokens = counter(

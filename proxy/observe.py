@@ -54,7 +54,8 @@ class Observer:
         self._windows.proved(talk.upstream.name, talk.conversation.request.model, talk.window, forwarded.used)
         self._metrics.turn(forwarded.usage, applied=route.routed.applied is not None)
         talk = _counted(talk, route)
-        trigger = self._due(talk, route, forwarded)
+        due = self._due(talk, route, forwarded)
+        trigger = due if isinstance(due, Trigger) else None
         waits = trigger is not None and self._waits_for_next_turn(talk, trigger)
         pending = Pending(trigger, clock.now_ms()) if trigger is not None and waits else None
         saved = await self._unwritten.save(
@@ -62,12 +63,17 @@ class Observer:
         )
         if saved and route.uncommitted is not None:
             await self._compactor.commit_later(talk.lineage.id, route.uncommitted, route.attempt, talk.lineage.counters)
-        if trigger is not None and not waits and saved:
-            warm = turn.warm_after(talk.lineage.id, talk.conversation, route.routed, forwarded, talk.factor)
-            self._compactor.later(talk.job(warm, trigger, forwarded.used), talk.policy.settle_s)
+        if not saved or waits or (trigger is None and due is not Because.OBSERVE):
+            return
+        warm = turn.warm_after(talk.lineage.id, talk.conversation, route.routed, forwarded, talk.factor)
+        job = talk.job(warm, trigger or Trigger.SOFT, forwarded.used)
+        if trigger is None:
+            await self._compactor.observe(job)
+        else:
+            self._compactor.later(job, talk.policy.settle_s)
 
-    def _due(self, talk: Talk, route: Route, forwarded: Forwarded) -> Trigger | None:
-        """Whether a compaction is due after this turn."""
+    def _due(self, talk: Talk, route: Route, forwarded: Forwarded) -> Trigger | Because:
+        """What asks for a compaction after this turn, or why none is wanted."""
         if talk.mode is Mode.FORCE:
             return Trigger.FORCE
         counters = replace(talk.lineage.counters, turns=talk.lineage.counters.turns + 1)
@@ -87,7 +93,7 @@ class Observer:
         if because is None and talk.mode is Mode.OBSERVE:
             because = Because.OBSERVE
         self._metrics.decision(because)
-        return None if because is not None else Trigger.SOFT
+        return Trigger.SOFT if because is None else because
 
     def _waits_for_next_turn(self, talk: Talk, trigger: Trigger) -> bool:
         if trigger is Trigger.FORCE or talk.policy.when == "after_turn":

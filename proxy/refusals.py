@@ -13,7 +13,7 @@ def store_url(config: Config) -> tuple[Fault, ...]:
     if config.store.url == "embedded:":
         return ()
     try:
-        connect._client(config.store.url)
+        connect.client(config.store.url)
     except ConfigError as error:
         return placed(error, config)
     return ()

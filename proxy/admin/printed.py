@@ -48,7 +48,7 @@ _SESSIONS: Final[Sequence[Column]] = (
 )
 
 _NAME_CHARS: Final = 24
-_LEFT_OUT: Final = ("window", "used", "messages", "model", "covered", "turns")
+_LEFT_OUT: Final = ("window", "used", "messages", "model", "turns", "covered")
 """Columns of a list that a narrow terminal does without, the first one first. The id stays whole: every other command wants it."""
 
 _CHECKPOINTS: Final[Sequence[Column]] = (
@@ -133,7 +133,9 @@ def session(of: Row, *, full: bool = False) -> None:
         if rows and (full or not sys.stdout.isatty()):
             _table(columns, rows)
         elif rows:
-            for part in _parts([column.on_terminal() for column in columns], rows):
+            for at, part in enumerate(_parts([column.on_terminal() for column in columns], rows)):
+                if at:
+                    line("")
                 _table(part, rows)
 
 
@@ -184,7 +186,7 @@ def _table(columns: Sequence[Column], rows: Iterable[Row]) -> None:
 
 
 def _built(columns: Sequence[Column], rows: Iterable[Row], *, boxed: bool) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False) if boxed else _grid()
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0)) if boxed else _grid()
     cells = [[_cell(column.of(row)) for column in columns] for row in rows]
     for index, column in enumerate(columns):
         numbers = bool(cells) and all(

@@ -29,7 +29,7 @@ SENTENCES: Final[Mapping[Because, str]] = MappingProxyType(
         Because.NO_MODEL: "No model is known that could write the summary.",
         Because.WARM_MISSING: "The store no longer has all parts of the session's last request.",
         Because.CONFLICT: "The session changed while the summary was written, so it was not taken.",
-        Because.SUPERSEDED: "A newer checkpoint exists already.",
+        Because.SUPERSEDED: "A newer checkpoint exists already, which the next request will carry.",
         Because.STOPPED: "warmfold was stopped meanwhile.",
         Because.STORE: "The store does not answer, or no longer knows the session, so a checkpoint could not be kept.",
         Because.UNREACHABLE: "The provider could not be reached, or broke off its answer.",

@@ -68,6 +68,7 @@ _SHORT_CHARS = 200
 """A message of a template that states a constraint in so few words is taken at its word: it is a person behind a chat frontend."""
 
 _CUT = " […] "
+_CUT_TOKENS = 4
 _SCAN_CHARS = 20_000
 
 
@@ -192,14 +193,15 @@ def _fitted(entry: Said, budget: int) -> str:
         return ""
     if tokens.of_text(entry.text) <= room:
         return entry.text
-    start, end = said.ends(entry.text, room // 2) if entry.kind == Kind.TASK else ("", "")
-    left = room - tokens.of_text(start) - tokens.of_text(end)
-    chosen = []
+    chosen: list[str] = []
+    left = room // 2 if entry.kind == Kind.TASK else room
     for sentence in filter(states_constraint, map(str.strip, _SENTENCE_END.split(_ends(entry.text)))):
-        cost = tokens.of_text(sentence) + 2
-        if cost <= left and sentence not in start and sentence not in end:
+        cost = tokens.of_text(sentence) + _CUT_TOKENS
+        if cost <= left:
             chosen.append(sentence)
             left -= cost
-    if not chosen:
-        start, end = said.ends(entry.text, room)
-    return _CUT.join(part for part in (start, *chosen, end) if part)
+    if entry.kind != Kind.TASK and chosen:
+        return _CUT.join(chosen)
+    start, end = said.ends(entry.text, left + room // 2 if chosen else room)
+    middle = [sentence for sentence in chosen if sentence not in start and sentence not in end]
+    return _CUT.join(part for part in (start, *middle, end) if part)

@@ -10,8 +10,8 @@ from proxy.core import tokens
 
 Message = Mapping[str, object]
 
-_WORTH_CHARS = 30
-"""Fewer characters of a message are no use to anybody."""
+_WORTH_TOKENS = 12
+"""Less than that of a message is no use to anybody."""
 
 _MARK = 4
 """Tokens of the mark that a caller puts where something is left out."""
@@ -79,11 +79,11 @@ def _call(called: object, key: str) -> Iterator[tuple[str, str]]:
 
 def ends(text: str, room: int) -> tuple[str, str]:
     """Start and end of a text that is larger than `room` tokens, together at most that many; both empty where that is next to nothing."""
+    if room < _WORTH_TOKENS:
+        return "", ""
     keep = len(text)
     while (
         size := tokens.of_text(text[: keep * 2 // 3]) + tokens.of_text(text[len(text) - keep // 3 :]) + _MARK
     ) > room:
-        keep = min(keep * max(0, room) // size, keep - 1 - keep // 16)
-        if keep < _WORTH_CHARS:
-            return "", ""
+        keep = min(keep * room // size, keep - 1 - keep // 16)
     return text[: keep * 2 // 3].rstrip(), text[len(text) - keep // 3 :].lstrip()

@@ -87,11 +87,11 @@ async def start_embedded(settings: Settings) -> EmbeddedServer:
 
 def _store(url: str, settings: Settings, count: Count, server: EmbeddedServer | None) -> RedisStore:
     lifetimes = Lifetimes(settings.session_ttl_s * 1000, settings.checkpoint_ttl_s * 1000)
-    line = Line(_client(url), count, settings.timeout_ms, masked_url(url) if server is None else "embedded")
+    line = Line(client(url), count, settings.timeout_ms, masked_url(url) if server is None else "embedded")
     return RedisStore(line, Tasks(), lifetimes, *([server.close] if server else []))
 
 
-def _client(url: str) -> Redis:
+def client(url: str) -> Redis:
     if not url.startswith(_PLAIN):
         # A cluster or Sentinel client takes this place: all that the store asks of it is execute_command, pipeline and aclose, and all
         # keys of a script or a turn lie in one slot. scan.py is the one that asks each node.

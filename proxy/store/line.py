@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, AuthorizationError, NoScriptError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from proxy import clock
@@ -31,6 +31,7 @@ _LONG_FACTOR = 20
 _LONG_MAX_S = 2.0
 """What runs behind a turn may take longer than what a client waits for, but not so long that shutdown waits for it."""
 
+_NOT_LET_IN = (AuthenticationError, AuthorizationError)
 _ROUNDS = 4
 """Of the loop: one to read the socket, one to wake the reader of the connection, one to wake the caller, one to spare."""
 
@@ -88,7 +89,10 @@ class Line:
                 # Much to carry takes long on a slow line: that must not cost the other turns their store.
                 raise self._counted(Trouble.TIMEOUT) from None
             raise self._failed(ticket, Trouble.TIMEOUT) from None
-        except (RedisConnectionError, OSError):
+        except (RedisConnectionError, OSError) as error:
+            if isinstance(error, _NOT_LET_IN) or isinstance(error.__cause__, _NOT_LET_IN):
+                log.warning("the store refuses our user or password store=%s", self._name)
+                raise self._failed(ticket, Trouble.REFUSED) from None
             raise self._failed(ticket, Trouble.UNREACHABLE) from None
         except RedisError as error:
             # The server is there and said no. Its text may quote our arguments, so only the type is logged.

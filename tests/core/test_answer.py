@@ -82,6 +82,13 @@ USAGES = [
     pytest.param({"usage": {"prompt_tokens": "100", "completion_tokens": 20.5}}, Usage(), id="wrong types"),
     pytest.param({"usage": {"prompt_tokens": True, "completion_tokens": -1}}, Usage(), id="truth and negatives are no counts"),
     pytest.param({"usage": {"prompt_tokens": 0, "completion_tokens": 0}}, Usage(0, 0), id="zeros"),
+    pytest.param({"usage": {"prompt_tokens": 10**9, "completion_tokens": 20}}, Usage(10**9, 20), id="a window that nobody has"),
+    pytest.param({"usage": {"prompt_tokens": 10**9 + 1, "completion_tokens": 20}}, Usage(None, 20), id="an absurd count is unknown"),
+    pytest.param({"usage": {**OPENAI, "completion_tokens": 2**63}}, Usage(100, None, 64), id="an absurd answer"),
+    pytest.param({"usage": {**OPENAI, "prompt_tokens": 2**64 - 1}}, Usage(None, 20, 64), id="the largest of 64 bits"),
+    pytest.param({"usage": {**OPENAI, "prompt_tokens": 10**30}}, Usage(None, 20, 64), id="more than 64 bits"),
+    pytest.param({"usage": {**OPENAI, "prompt_tokens_details": {"cached_tokens": 10**12}}}, Usage(100, 20), id="an absurd cached count"),
+    pytest.param({"timings": {"cache_n": 10**12, "prompt_n": 36, "predicted_n": 20}}, Usage(None, 20), id="llama.cpp, absurd"),
 ]  # fmt: skip
 
 

@@ -14,7 +14,10 @@ from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.model import Because, Checkpoint, CheckpointRef, Said, Scope
 
 GOOD = "Task and intent: fix the parser.\nDecisions: keep the old API.\nNext steps: run the tests."
-BEGINS, ENDS = "The user said: you are now acting as a compaction engine.", "The user said: do not mention this request."
+BEGINS, ENDS = (
+    "The user said: you are now acting as a compaction engine.",
+    "The user said: do not mention this request.",
+)
 PLAIN = "The user wants the parser fixed. " * 30
 
 

@@ -17,7 +17,7 @@ from proxy.core.answer import UNREAD
 from proxy.core.limits import INSTRUCTION_TOKENS, Limits
 from proxy.core.model import Because, Recalled, Scope, Trigger, Usage
 from proxy.core.openai import read as read_request
-from proxy.core.plan import Plan, Planner, Warm
+from proxy.core.plan import Plan, Planner, Shape, Warm
 from proxy.core.region import Region
 from tests.core.build import Policy, body_of, calls_and_results, checkpoint, limits, read, talk
 from tests.strategies import Chat, chats
@@ -50,10 +50,11 @@ def _plan(
     trigger: Trigger = Trigger.SOFT,
     span: tuple[int, int] | None = None,
     *,
+    shape: Shape = Shape.ANSWER,
     output_key: str = "",
     **settings: Any,
 ) -> Plan | Because:
-    return Planner(warm, sizes, Policy(**settings), output_key=output_key).plan(trigger, span)
+    return Planner(warm, sizes, Policy(**settings), shape, output_key).plan(trigger, span)
 
 
 def _made(found: Plan | Because) -> Plan:
@@ -106,6 +107,53 @@ def test_a_warm_call_reads_everything_and_then_the_answer() -> None:
     assert 'before the user message that starts "word word' in found.replay.instruction
 
 
+BRIDGE = {"role": "assistant", "content": "Noted."}
+
+
+@pytest.mark.parametrize(
+    ("notation", "answer", "scope", "expected"),
+    [
+        pytest.param(TALK, "Done.", "warm", (ANSWER, None, BRIDGE), id="behind a question that was answered"),
+        pytest.param(TALK, None, "warm", (None, None, BRIDGE), id="behind a question whose answer is not rebuilt"),
+        pytest.param(
+            "u*200 a*200 u*200 a:x t:x*200", "Done.", "warm", (ANSWER, None, BRIDGE), id="behind a result of a tool"
+        ),
+        pytest.param("u*200 a*200 u*200 a*200", None, "warm", (None, None, None), id="behind the client's own answer"),
+        pytest.param(TALK, "Done.", "region", (None, None, None), id="a region that ends on an answer"),
+        pytest.param(
+            "u*200 u*200 u*200 u*200", "Done.", "region", (None, None, BRIDGE), id="one that ends on a question"
+        ),
+        pytest.param(
+            "u*200 a:x t:x*200 u*200", "Done.", "region", (None, None, BRIDGE), id="one that ends on a result"
+        ),
+    ],
+)
+def test_what_stands_before_the_instruction_in_each_shape(
+    notation: str, answer: str | None, scope: str, expected: tuple[dict[str, str] | None, ...]
+) -> None:
+    """The bridge only where the last message is no assistant's: else two of them would meet, which strict templates refuse as well."""
+    warm = _warm(body_of(notation), answer=answer)
+    plain = None
+    for shape, between in zip(
+        (Shape.PLAIN, Shape.ANSWER, Shape.BRIDGED), (expected[1], expected[0], expected[2]), strict=True
+    ):
+        found = _made(
+            _plan(
+                warm,
+                limits(4096, keep_recent_turns=1, keep_recent_tokens=200),
+                Trigger.FORCE,
+                shape=shape,
+                replay_scope=scope,
+            )
+        )
+        replayed = _sent(found)[: found.read_to]
+        assert replayed == read(body_of(notation)).request.messages[: found.read_to]
+        assert [json.loads(m) for m in _sent(found)[found.read_to : -1]] == ([between] if between else [])
+        assert json.loads(_sent(found)[-1]) == {"role": "user", "content": found.replay.instruction}
+        plain = plain or found
+        assert (found.region, found.scope, found.read_to) == (plain.region, plain.scope, plain.read_to)
+
+
 def test_a_region_call_reads_the_region_alone() -> None:
     found = _made(
         _plan(_warm(body_of(f"s {TALK}"), answer="Done."), limits(4096), Trigger.FORCE, replay_scope="region")
@@ -150,7 +198,14 @@ def test_thoughts_get_room_in_the_output() -> None:
         pytest.param(
             "u*9000 a*5 u*5", 0, 4096, Trigger.OVERFLOW, Because.NO_ROOM, id="the first message alone is too large"
         ),
-        pytest.param(TALK, 40_000, 4096, Trigger.OVERFLOW, Because.NO_ROOM, id="the tools alone are too large"),
+        pytest.param(TALK, 40_000, 4096, Trigger.OVERFLOW, Because.UNSHRINKABLE, id="the tools alone are too large"),
+        pytest.param(TALK, 20_000, 4096, Trigger.OVERFLOW, Because.NO_ROOM, id="the tools leave no room for a call"),
+        pytest.param(
+            "u*9 a*9 u*9000", 0, 4096, Trigger.GUARD, Because.UNSHRINKABLE, id="the newest message is too large"
+        ),
+        pytest.param(
+            "u*9 a*9 u*9000", 0, 4096, Trigger.SOFT, Because.REGION_TOO_SMALL, id="and is none of ours after a turn"
+        ),
         pytest.param(TALK, 0, 32_000, Trigger.SOFT, Because.REGION_TOO_SMALL, id="nothing worth it"),
         pytest.param(
             "u*1500 a*1500 u*9 a:x t:x*30000",
@@ -327,7 +382,12 @@ def test_any_plan_is_the_warm_request_and_fits_the_window(
     sizes = limits(window, min_region_tokens=0, keep_recent_tokens=pick)
     found = _plan(warm, sizes, trigger, replay_scope=scope, summary_prompt=prompt, output_key="max_tokens")
     if isinstance(found, Because):
-        assert found in (Because.NO_BOUNDARY, Because.REGION_TOO_SMALL, Because.INSUFFICIENT_GAIN, Because.NO_ROOM)
+        soft = (Because.REGION_TOO_SMALL, Because.INSUFFICIENT_GAIN)
+        assert found in (
+            Because.NO_BOUNDARY,
+            Because.NO_ROOM,
+            *(soft if trigger is Trigger.SOFT else (Because.UNSHRINKABLE,)),
+        )
         return
     cuts = region.legal_cuts(warm.facts, warm.offset)
     assert found.region.k in cuts

@@ -53,6 +53,29 @@ def test_due(used: int | None, counters: dict[str, Any], applied: bool, expected
     assert pressure.due(used, LIMITS, Counters(**counters), NOW, applied=applied) == expected
 
 
+@pytest.mark.parametrize(
+    ("root_unapplied", "counters", "applied", "expected"),
+    [
+        pytest.param(1, {}, False, None, id="one unused is no habit"),
+        pytest.param(2, {}, False, Because.UNAPPLIED, id="two of the root's sessions, none of this one"),
+        pytest.param(9, {}, True, None, id="but this turn carries one"),
+        pytest.param(2, {"turns": 7, "last_turn": 6}, False, Because.UNAPPLIED, id="before the debounce"),
+        pytest.param(2, {"not_before_ms": NOW + 1, "failures": 1}, False, Because.BACKOFF, id="behind the back-off"),
+        pytest.param(0, {"not_before_ms": NOW, "unapplied": 9}, False, None, id="the root's count has run out"),
+    ],
+)
+def test_a_root_whose_checkpoints_nobody_uses(
+    root_unapplied: int, counters: dict[str, Any], applied: bool, expected: Because | None
+) -> None:
+    found = pressure.due(25_000, LIMITS, Counters(**counters), NOW, applied=applied, root_unapplied=root_unapplied)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("used", "expected"), [(None, Because.UNKNOWN_USAGE), (23_999, Because.BELOW_WATERMARK)])
+def test_an_unused_root_is_named_only_where_a_compaction_would_be_due(used: int | None, expected: Because) -> None:
+    assert pressure.due(used, LIMITS, Counters(), NOW, applied=False, root_unapplied=9) == expected
+
+
 def test_no_debounce_where_none_is_set() -> None:
     counters = Counters(turns=5, last_turn=5)
     assert pressure.due(25_000, limits(32_000, debounce_turns=0), counters, NOW, applied=True) is None

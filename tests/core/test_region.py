@@ -180,7 +180,7 @@ def test_not_worth_it(notation: str, sizes: list[int] | int, keys: dict[str, Any
         pytest.param(6044, {"anyway": True}, Region(0, 2, 400, 6244), id="a count of ours may be wrong by a third"),
         pytest.param(6045, {"anyway": True}, Because.UNSHRINKABLE, id="but not by more"),
         pytest.param(
-            44, {"anyway": True, "fixed": 6000}, Region(0, 3, 500, 144), id="tools that may just not be too large"
+            44, {"anyway": True, "fixed": 6000}, Region(0, 2, 400, 244), id="tools that may just not be too large"
         ),
         pytest.param(
             45, {"anyway": True, "fixed": 6000}, Because.UNSHRINKABLE, id="tools and the newest group together"

@@ -20,9 +20,7 @@ def test_the_demo_shows_what_it_claims() -> None:
     lines = ran.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line != line.rstrip()] == []
-    rows = {
-        cells[0]: cells[1:] for line in lines if (cells := [cell.strip() for cell in re.split("[│|]", line)[1:-1]])
-    }
+    rows = {cells[0]: cells[1:] for line in lines if (cells := [cell.strip() for cell in re.split("[│|]", line)[1:-1]])}
     direct, transcript, warmfold = ({name: cells[at] for name, cells in rows.items()} for at in range(3))
     assert [one[""] for one in (direct, transcript, warmfold)] == ["direct", "transcript summary", "warmfold"]
     assert warmfold["turns served"] == transcript["turns served"] == "44 of 44"

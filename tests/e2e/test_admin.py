@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from yarl import URL
 from proxy.admin import client, printed
 from proxy.admin.app import admin_app
 from proxy.admin.ports import CompactAnswer, Outcome
+from proxy.admin.reasons import SENTENCES, sentence
 from proxy.config import Config, load
 from proxy.core.fingerprint import byte_hash
 from proxy.core.model import (
@@ -480,6 +481,18 @@ async def test_a_pending_compaction_shows(admin: Listener) -> None:
     assert told["pending"] == {"trigger": "soft", "since": "2027-01-15T08:00:01.500Z"}
 
 
+async def test_a_page_begins_with_the_newest_turn(admin: Listener, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, finished in ((1, 20), (2, 30), (3, 10)):
+        turn = saved(session_id(number))
+        assert await admin.store.save(replace(turn, turn=replace(turn.turn, finished_ms=1_800_000_000_000 + finished)))
+    newest_first = [str(session_id(number)) for number in (2, 1, 3)]
+    assert [one["id"] for one in (await admin.get("/sessions"))[1]["sessions"]] == newest_first
+    assert await admin.run(client.list_sessions, "", 2) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[1:]] == newest_first[:2]
+    assert "more than these 2;" in err
+
+
 async def test_paging_shows_every_session_once(admin: Listener) -> None:
     ids = {str(await seed(admin.store, number)) for number in range(7)}
     seen: list[str] = []
@@ -605,7 +618,9 @@ async def test_the_summary_is_the_newest_text_in_force(admin: Listener) -> None:
     status, told = await admin.get(f"/sessions/{id_}/summary")
     assert status == 200
     assert (told["id"], told["generation"], told["covered"], told["text"]) == ("cp2", 2, 5, TEXT)
-    assert not {"ledger", "anchors", "frame"} & set(told)
+    assert told["ledger"] == [{"role": "user", "message": 0, "text": "a ledger"}]
+    assert told["anchors"] == ["an-anchor-1"]
+    assert "the frame" not in json.dumps(told)
 
 
 async def test_a_session_without_a_checkpoint_has_no_summary(admin: Listener) -> None:
@@ -643,7 +658,8 @@ async def test_undo_pauses_for_the_debounce_of_the_sessions_model(start: Start, 
 async def test_a_deleted_session_is_gone(admin: Listener) -> None:
     id_ = await seed(admin.store, checkpoints=1)
     other = await seed(admin.store, 2)
-    assert await admin.call("DELETE", f"/sessions/{id_}") == (200, {"id": str(id_), "deleted": True})
+    told = {"id": str(id_), "deleted": True, "texts_gone_within_s": 108_000}
+    assert await admin.call("DELETE", f"/sessions/{id_}") == (200, told)
     assert (await admin.get(f"/sessions/{id_}"))[0] == 404
     assert (await admin.call("DELETE", f"/sessions/{id_}"))[0] == 404
     assert (await admin.get(f"/sessions/{other}"))[0] == 200
@@ -801,9 +817,46 @@ async def test_show_prints_facts_checkpoints_and_journal(admin: Listener, capsys
     assert ["session", str(id_)] in lines
     assert ["not", "before", "2027-01-15T08:01:00.000Z"] in lines
     assert ["cp1", "1", "0", "4", "6", "alive"] in lines
-    journal = lines[lines.index(["journal:"]) + 2 :]
+    heading, *journal = lines[lines.index(["journal:"]) + 1 :]
     assert [(line[2], line[3]) for line in journal] == [("failed", "timeout"), ("committed", "-")]
-    assert {len(line) for line in journal} == {14}
+    assert {len(line) for line in [heading, *journal]} == {16}
+    assert {line[heading.index("strategy")] for line in journal} == {"replay"}
+    assert [line for line in out.splitlines() if line != line.rstrip()] == []
+
+
+ODD_NAME = "a model whose name is longer than a terminal is wide, " * 2
+
+
+@pytest.mark.parametrize("columns", [80, 100, 200])
+async def test_a_terminal_shows_whole_ids_and_no_line_wider_than_itself(
+    admin: Listener, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    id_ = await seed(admin.store, checkpoints=2, model=ODD_NAME)
+    mechanical = replace(
+        attempt("committed", Because.INSUFFICIENT_GAIN), strategy="mechanical", miss="parameter_dropped"
+    )
+    await admin.store.note(id_, mechanical, Counters())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert await admin.run(client.list_sessions, "", 5) == 0
+    listed = plain_lines(capsys)
+    assert await admin.run(client.show, "", str(id_)) == 0
+    shown = plain_lines(capsys)
+    assert any(line.startswith(f"{id_} ") for line in listed)
+    tables = shown[shown.index("journal:") :]
+    assert max(map(len, [*listed, *tables])) <= columns
+    for word in ("insufficient_gain", "mechanical", "parameter_dropped", "690", "2027-01-15 08:00:02"):
+        assert any(word in line for line in tables), word
+    headings = next(line for line in listed if "session" in line).split()
+    assert {"idle", "pressure", "covered"} <= set(headings)
+    assert ("turns" in headings, "window" in headings) == (columns > 80, columns == 200)
+    assert await admin.run(client.list_sessions, "", 5, full=True) == 0
+    assert any(ODD_NAME.strip() in line for line in plain_lines(capsys)), "asked for, all of it is there"
+
+
+def plain_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What was printed, without its colours."""
+    return re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
 
 
 async def test_summary_prints_the_text_and_nothing_else(admin: Listener, capsys: pytest.CaptureFixture[str]) -> None:
@@ -831,9 +884,10 @@ async def test_compact_hands_the_key_on_as_a_bearer_token(admin: Listener, capsy
 @pytest.mark.parametrize(
     ("becomes", "says"),
     [
-        (CompactAnswer("skipped", Because.REGION_TOO_SMALL, None, None), "region_too_small"),
-        (CompactAnswer("failed", Because.TIMEOUT, None, None), "timeout"),
-        (CompactAnswer("forbidden", "", None, None), "x-upstream-authorization"),
+        (CompactAnswer("skipped", Because.SUPERSEDED, None, None), "(superseded). A newer checkpoint exists already"),
+        (CompactAnswer("skipped", Because.OBSERVE, None, None), "(observe). The mode is observe: "),
+        (CompactAnswer("failed", Because.TIMEOUT, None, None), "(timeout). The summary took too long"),
+        (CompactAnswer("forbidden", "", None, None), "the key in OPENAI_API_KEY is not the one"),
     ],
 )
 async def test_a_compaction_that_did_not_come_about_is_status_1_and_says_why(
@@ -845,6 +899,15 @@ async def test_a_compaction_that_did_not_come_about_is_status_1_and_says_why(
     assert says in one_line_of_error(capsys)
 
 
+async def test_a_key_that_is_missing_is_asked_for_by_its_variable(
+    admin: Listener, capsys: pytest.CaptureFixture[str]
+) -> None:
+    id_ = await seed(admin.store)
+    admin.compactor.becomes = CompactAnswer("forbidden", "", None, None)
+    assert await admin.run(client.compact, "", str(id_), "", variable="MY_KEY") == 1
+    assert "MY_KEY is not set: set MY_KEY, or name another variable with --credential-env" in one_line_of_error(capsys)
+
+
 async def test_undo_and_delete_say_what_they_did(admin: Listener, capsys: pytest.CaptureFixture[str]) -> None:
     id_ = await seed(admin.store, checkpoints=1)
     assert await admin.run(client.undo, "", str(id_)) == 0
@@ -852,6 +915,7 @@ async def test_undo_and_delete_say_what_they_did(admin: Listener, capsys: pytest
     assert capsys.readouterr().out.splitlines() == [
         "undone: checkpoint cp1; soft compaction rests until turn 4",
         f"deleted: {id_}",
+        "message texts that it alone used run out within 30 hours",
     ]
     assert await admin.store.session(id_) is None
 
@@ -964,6 +1028,21 @@ async def test_every_path_is_documented(admin: Listener) -> None:
     }
     assert {path for _, path in routes} == set(DESIGN_PATHS)
     assert [route for route in sorted(routes) if f"`{route[0]} {route[1]}`" not in text] == []
+
+
+def test_every_reason_has_one_sentence_and_the_document_holds_the_same() -> None:
+    assert set(SENTENCES) == set(Because)
+    for text in SENTENCES.values():
+        assert re.fullmatch(r"\S[^\n]*[^.]\.", text)
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.+?) \|", (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) == len(Because)
+    assert {word: text.replace("`", "") for word, text in rows} == {str(word): text for word, text in SENTENCES.items()}
+    assert (sentence("superseded"), sentence("no_such_word")) == (
+        "A newer checkpoint exists already, which the next request will carry.",
+        "",
+    )
 
 
 def test_every_error_code_is_documented() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import re
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +18,21 @@ import pytest
 from proxy.config import load
 from proxy.listener import CannotListen
 from proxy.server import start
-from tests.e2e.relay_wire import Exchange, ask, chunks, connected, fixed, on_uvloop, plain, read_head, soon, upstream
+from tests.e2e.relay_wire import (
+    Exchange,
+    Script,
+    ask,
+    chunks,
+    connected,
+    counted,
+    fixed,
+    on_uvloop,
+    plain,
+    proxy,
+    read_head,
+    soon,
+    upstream,
+)
 
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
 GET = b"GET /v1/x HTTP/1.1\r\nHost: h\r\n\r\n"
@@ -173,56 +189,41 @@ async def test_a_directory_that_cannot_be_ours_is_refused_by_the_file_that_names
     assert errors.count("\n") == 1
 
 
+async def told(config: Path | None, *flags: str | Path, folder: Path | None = None) -> str:
+    """What a proxy says on stderr up to the line that says where it serves. It is ended again."""
+    async with serving(config, *flags, folder=folder) as served:
+        served.process.terminate()
+        assert (await served.ended())[0] == 0
+        return served.told
+
+
 @on_uvloop
 async def test_the_first_lines_say_what_would_surprise_somebody(tmp_path: Path) -> None:
     config = written(_made(tmp_path / "a"), "http://127.0.0.1:1/v1")
-    async with serving(config) as served:
-        assert f"configuration file={config} store=embedded data_dir={tmp_path / 'a' / 'store'}\n" in served.told
-        assert "WARNING warmfold.server no window configured: 32000 tokens assumed for every model; set " in served.told
-    async with serving(config, "--window", "64000") as served:
-        assert "WARNING" not in served.told
+    first = await told(config)
+    assert f"configuration file={config} store=embedded data_dir={tmp_path / 'a' / 'store'}\n" in first
+    assert "WARNING warmfold.server no window configured: 32000 tokens assumed for every model; set " in first
+    assert "WARNING" not in await told(config, "--window", "64000")
     config.write_text(config.read_text() + '[[models]]\nmatch = "a"\nmax_context_tokens = 9000\n')
-    async with serving(config) as served:
-        assert "WARNING" not in served.told
+    assert "WARNING" not in await told(config)
 
 
 @on_uvloop
-async def test_a_file_of_the_working_directory_is_not_read_and_that_is_said(tmp_path: Path) -> None:
+async def test_a_file_of_the_working_directory_is_not_read_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "warmfold.toml").write_text("[server]\nport = 'unreadable'\n")
+    monkeypatch.setenv("WARMFOLD_ADMIN__PORT", "0")
     flags = ("--port", "0", "--window", "9000", "--upstream", "http://127.0.0.1:1/v1")
+    first = await told(None, *flags, folder=tmp_path)
+    assert "WARNING warmfold.server warmfold.toml in the working directory is not read; --config " in first
+    assert f"configuration file=none store=embedded data_dir={tmp_path / '.warmfold'}\n" in first
     other = _made(tmp_path / "other") / "config.toml"
-    other.write_text("[admin]\nport = 0\n")
-    async with serving(other, *flags, folder=tmp_path) as served:
-        assert "is not read" not in served.told
-        assert f"data_dir={tmp_path / '.warmfold'}\n" in served.told
-    os.environ["WARMFOLD_ADMIN__PORT"] = "0"
-    try:
-        async with serving(None, *flags, folder=tmp_path) as served:
-            assert "WARNING warmfold.server warmfold.toml in the working directory is not read; --config " in served.told
-            assert "configuration file=none store=embedded" in served.told
-    finally:
-        del os.environ["WARMFOLD_ADMIN__PORT"]
+    other.touch()
+    assert "is not read" not in await told(other, *flags, folder=tmp_path)
 
 
 ASKING = b"GET /v1/x?key=query-canary HTTP/1.1\r\nHost: h\r\n\r\n"
-
-
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The listener's warnings."""
-    assert "canary" not in caplog.text
-    return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and r.name == "warmfold.listener"]
-
-
-@on_uvloop
-async def _failing(script: Script | None, caplog: pytest.LogCaptureFixture, *, settled: str) -> None:
-    port_of_nobody = "http://127.0.0.1:1/v1"
-    async with AsyncExitStack() as stack:
-        base_url = (await stack.enter_async_context(upstream(script))).base_url if script else port_of_nobody
-        warmfold = await stack.enter_async_context(proxy(base_url, read_idle_timeout_s=0.2))
-        async with connected(warmfold.port) as (reader, writer):
-            writer.write(ASKING)
-            await soon(reader.read())
-        await counted(warmfold, settled)
 
 
 async def _hang_up(exchange: Exchange) -> None:
@@ -236,6 +237,36 @@ async def _silent(exchange: Exchange) -> None:
 async def _break_off(exchange: Exchange) -> None:
     await exchange.send(b"HTTP/1.1 200 OK\r\nX-Note: answer-canary\r\nContent-Length: 100\r\n\r\nanswer-canary")
     exchange.writer.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (
+            None,
+            "upstream failed status=502 code=upstream_unreachable: warmfold cannot reach the upstream http://127.0.0.1:1",
+        ),
+        (_hang_up, "upstream failed status=502 code=upstream_broken: The upstream http://127.0.0.1:"),
+        (_silent, "upstream failed status=504 code=upstream_read_timeout: The upstream http://127.0.0.1:"),
+        (_break_off, "upstream failed in the middle of its answer status=200 code=upstream_broke"),
+    ],
+    ids=["nobody listens", "hangs up", "says nothing", "breaks off"],
+)
+@on_uvloop
+async def test_a_failure_of_the_provider_is_one_warning_without_its_words(
+    script: Script | None, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with AsyncExitStack() as stack:
+        base_url = "http://127.0.0.1:1/v1"
+        if script is not None:
+            base_url = (await stack.enter_async_context(upstream(script))).base_url
+        warmfold = await stack.enter_async_context(proxy(base_url, read_idle_timeout_s=0.2))
+        await ask(warmfold.port, ASKING)
+        status = "2xx" if script is _break_off else "5xx"
+        await counted(warmfold, f'warmfold_requests_total{{route="other",status="{status}"}}')
+    warned = [r.getMessage() for r in caplog.records if r.name == "warmfold.listener" and r.levelno == logging.WARNING]
+    assert [line[: len(says)] for line in warned] == [says]
+    assert "canary" not in caplog.text
 
 
 def _made(folder: Path) -> Path:

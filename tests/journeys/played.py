@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from proxy.core import region
 from proxy.core.fingerprint import facts
+from proxy.core.model import Facts
+from proxy.core.openai import PREAMBLE_ROLES
 from proxy.demo.calls import Call
 from proxy.demo.prefix_cache import Chain, PrefixCache
 from proxy.demo.provider import SimulatedProvider
@@ -22,7 +25,7 @@ from proxy.demo.settings import Settings
 from proxy.demo.summariser import Summariser
 from proxy.demo.template import body_tokens, render
 from proxy.demo.validation import Strictness, fault
-from tests.journeys.player import Answered, elements, is_extension, playing, sizes
+from tests.journeys.player import Answered, elements, is_extension, playing
 from tests.recorded import Step
 
 Spelled = Callable[[Mapping[str, Any]], bytes]
@@ -61,15 +64,39 @@ class Played:
         return [*self.errors, *self.refused, *self.orphaned, *self.altered, *not_extended]
 
 
+_facts = lru_cache(maxsize=1 << 16)(facts)
+"""Histories are sent again and again: each message is read once."""
+
+
 def small_window(steps: Sequence[Step], share: float) -> int:
     """A window of that share of the conversation, but never below 1.5 times what cannot be shrunk + 1024."""
-    measured = [sizes(step.request) for step in steps]
-    return window_of(max(whole for whole, _ in measured), max(fixed for _, fixed in measured), share)
+    return window_of(*measured(steps), share)
 
 
 def window_of(whole: int, fixed: int, share: float) -> int:
-    """The same from sizes that are known: tokens of the whole conversation, and of what no compaction can shrink."""
+    """The same from sizes that are known."""
     return max(int(whole * share), int(fixed * 1.5) + 1024)
+
+
+def measured(steps: Sequence[Step]) -> tuple[int, int]:
+    """Tokens by the provider's own count: of the largest request, and the most that no compaction can shrink (preamble, tools, newest group).
+
+    The same as `player.sizes` of each step: here a message is read once, not with every request that holds it.
+    """
+    whole = fixed = 0
+    read: dict[int, Facts] = {}
+    for step in steps:
+        messages = step.request["messages"]
+        for message in messages:
+            if id(message) not in read:
+                read[id(message)] = facts(json.dumps(message).encode("utf-8", "surrogatepass"))
+        told = [read[id(message)] for message in messages]
+        preamble = next((i for i, fact in enumerate(told) if fact.role not in PREAMBLE_ROLES), len(told))
+        cuts = region.legal_cuts(told[preamble:])
+        newest = preamble + (cuts[-1] if cuts else 0)
+        whole = max(whole, len(render(step.request)))
+        fixed = max(fixed, len(render({**step.request, "messages": [*messages[:preamble], *messages[newest:]]})))
+    return whole, fixed
 
 
 class Lenient(SimulatedProvider):
@@ -95,21 +122,23 @@ async def play(
     if summariser is not None:
         known = replace(known, summariser=summariser)
     played = Played(window)
-    async with Lenient(known) if strictness is None else SimulatedProvider(known) as provider:
-        async with playing(tmp, provider, **settings) as player:
-            sent: list[bytes] = []
-            for step in steps:
-                body = step.body() if spell is None else spell(step.request)
-                sent.append(body)
-                before = len(provider.calls)
-                provider.next_reply = step.reply
-                got = await player.post(body)
-                await player.settled()
-                provider.next_reply = None
-                calls = provider.calls[before:]
-                _judge(played, body, got, calls, fault(step.request, strictness) if strictness else None)
-                played.processed += sum(call.new for call in calls if call.status == 200)
-            _judge_compactions(played, provider.calls, sent)
+    async with (
+        Lenient(known) if strictness is None else SimulatedProvider(known) as provider,
+        playing(tmp, provider, **settings) as player,
+    ):
+        sent: list[bytes] = []
+        for step in steps:
+            body = step.body() if spell is None else spell(step.request)
+            sent.append(body)
+            before = len(provider.calls)
+            provider.next_reply = step.reply
+            got = await player.post(body)
+            await player.settled()
+            provider.next_reply = None
+            calls = provider.calls[before:]
+            _judge(played, body, got, calls, fault(step.request, strictness) if strictness else None)
+            played.processed += sum(call.new for call in calls if call.status == 200)
+        _judge_compactions(played, provider.calls, sent)
     return played
 
 
@@ -159,14 +188,14 @@ def _was_too_long(call: Call) -> bool:
 def _judge_rewrite(played: Played, at: str, body: bytes, sent: bytes, covered: int) -> None:
     """Preamble and kept head verbatim, one checkpoint, the rest of the tail verbatim, and no call parted from its result."""
     client, provider = elements(body), elements(sent)
-    told = [facts(element) for element in client]
-    preamble = next((i for i, fact in enumerate(told) if fact.role not in ("system", "developer")), len(told))
+    told = [_facts(element) for element in client]
+    preamble = next((i for i, fact in enumerate(told) if fact.role not in PREAMBLE_ROLES), len(told))
     place = next((i for i, element in enumerate(provider) if FRAME in element), -1)
     tail, rest = client[preamble + covered :], provider[place:]
     if place < preamble or sum(FRAME in element for element in provider) != 1 or provider[:place] != client[:place]:
         played.altered.append(f"{at}: not one checkpoint behind what stays in front")
         return
-    spliced = facts(tail[0]).role == "user"
+    spliced = _facts(tail[0]).role == "user"
     if rest[1:] != (tail[1:] if spliced else tail) or not _is_checkpoint(rest[0], tail[0] if spliced else None):
         played.altered.append(f"{at}: the tail is not what the client sent")
     spoken = told[preamble:]
@@ -179,25 +208,30 @@ def _judge_rewrite(played: Played, at: str, body: bytes, sent: bytes, covered: i
 
 
 def _is_checkpoint(element: bytes, original: bytes | None) -> bool:
-    """A user message with the checkpoint, in front of all that `original` held."""
+    """A user message with the checkpoint in front of all that `original` held: its bytes with one insertion."""
     message = json.loads(element)
     content = message["content"]
     if message["role"] != "user":
         return False
-    if original is None:
-        return set(message) == {"role", "content"} and content.startswith(FRAME.decode())
-    before = json.loads(original)
-    if {k: v for k, v in message.items() if k != "content"} != {k: v for k, v in before.items() if k != "content"}:
+    first = content if isinstance(content, str) else content[0]["text"]
+    if not first.startswith(FRAME.decode()):
         return False
-    if isinstance(before["content"], str):
-        # Behind the checkpoint the client's own bytes: the way it escapes its text is part of the provider's cached prefix.
-        raw = json.dumps(before["content"])[1:-1].encode()
-        told = json.dumps(content)[1:-1].encode()
-        return content.startswith(FRAME.decode()) and told.endswith(rb"\n\n" + raw)
-    return bool(content[0]["text"].startswith(FRAME.decode()) and content[1:] == before["content"])
+    if original is None:
+        return set(message) == {"role", "content"}
+    before = json.loads(original)
+    if isinstance(content, str):
+        kept = first.endswith("\n\n" + before["content"])
+    else:
+        kept = content[1:] == before["content"]
+    return kept and message.keys() == before.keys() and _is_insertion(element, original)
 
 
-def pairs(told: Sequence[region.Facts]) -> list[tuple[int, int]]:
+def _is_insertion(longer: bytes, original: bytes) -> bool:
+    same = next((at for at, (a, b) in enumerate(zip(longer, original, strict=False)) if a != b), len(original))
+    return any(longer.endswith(original[at:]) for at in range(same, -1, -1))
+
+
+def pairs(told: Sequence[Facts]) -> list[tuple[int, int]]:
     """Which call each result belongs to, as positions: the newest call of its id that has no result yet, else the newest of its id."""
     waiting: dict[str, list[int]] = {}
     newest: dict[str, int] = {}

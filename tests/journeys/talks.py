@@ -13,10 +13,52 @@ from tests.recorded import Step
 Message = dict[str, Any]
 
 TURNS = 24
-_WORDS = (
-    "the service reads its queue writes a line to the log and goes on with the next order in list while "
-    "every worker checks what it has taken so that no order is lost when a worker stops in the middle of its work"
-).split()
+_WORDS = [
+    "the",
+    "service",
+    "reads",
+    "its",
+    "queue",
+    "writes",
+    "a",
+    "line",
+    "to",
+    "the",
+    "log",
+    "and",
+    "goes",
+    "on",
+    "with",
+    "the",
+    "next",
+    "order",
+    "in",
+    "list",
+    "while",
+    "every",
+    "worker",
+    "checks",
+    "what",
+    "it",
+    "has",
+    "taken",
+    "so",
+    "that",
+    "no",
+    "order",
+    "is",
+    "lost",
+    "when",
+    "a",
+    "worker",
+    "stops",
+    "in",
+    "the",
+    "middle",
+    "of",
+    "its",
+    "work",
+]
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 _TOOL = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
@@ -54,7 +96,8 @@ class Talk:
 def prose(seed: object, words: int) -> str:
     """Text that no two seeds share."""
     chance = random.Random(str(seed))
-    return f"({seed}) " + " ".join(chance.choice(_WORDS) for _ in range(words))
+    told = [chance.choice(_WORDS) + "." * (at % 12 == 11) for at in range(words)]
+    return f"({seed}) " + " ".join(told)
 
 
 def user(at: object, words: int = 120, **more: Any) -> Message:
@@ -334,7 +377,7 @@ TALKS: Mapping[str, Talk] = {
     "system in the middle": Talk(_spoken(_late_system)),
     "users in a row": Talk(_spoken(_users_in_a_row)),
     "answers in a row": Talk(_spoken(_answers_in_a_row)),
-    "prefill": Talk(_spoken(_chat), {"continue_final_message": True, "add_generation_prompt": False}, prefilled=True),
+    "prefill": Talk(_spoken(_chat), prefilled=True),
     "empty contents": Talk(_spoken(_empty), _AGENT),
     "null contents": Talk(_spoken(_null), accepted=False),
     "names": Talk(_spoken(_names), _AGENT),
@@ -344,6 +387,8 @@ TALKS: Mapping[str, Talk] = {
     "thoughts in chat": Talk(_spoken(_thoughts_in_chat)),
     "reasoning details": Talk(_spoken(_details), _AGENT),
     "thought signatures": Talk(_spoken(_signatures), _AGENT),
-    "unknown fields": Talk(_spoken(_unknown), {**_AGENT, "x_top": {"deep": [1e400, None]}, "metadata": {"a": "b"}}),
+    "unknown fields": Talk(
+        _spoken(_unknown), {**_AGENT, "x_top": {"deep": [10**30, 0.5, None]}, "metadata": {"a": "b"}}
+    ),
     "cache marks": Talk(_spoken(_marks)),
 }

@@ -32,7 +32,7 @@ from proxy.demo.template import Request, compact
 from proxy.demo.tokenizer import Tokens
 from proxy.economy import LIMIT
 from proxy.server import start
-from tests.journeys.player import Answered, Player, config, elements, is_extension
+from tests.journeys.player import Answered, Player, config, elements, is_extension, same_parameters
 from tests.journeys.test_main_job import long_text, system
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -58,6 +58,12 @@ def gossip(request: Request) -> Summary:
     read = sorted(canaries(compact(request["messages"][:-1]).encode()))
     carried = b" ".join((*read[:_CARRIED], *read[-_CARRIED:])).decode()
     return Summary(Answer(text=f"## Task and intent\nGo on.\n\n## State of the work\n{carried}"))
+
+
+def discreet(request: Request) -> Summary:
+    """The same without the newest answer, as it was asked for."""
+    *read, _, instruction = request["messages"]
+    return gossip({**request, "messages": [*read, instruction]})
 
 
 class Talker:
@@ -102,7 +108,9 @@ class Scene:
 
     def of(self, line: str, calls: Iterable[Call] | None = None) -> list[Call]:
         """The calls that were made for a line, by default the compactions."""
-        return [call for call in (self.provider.compactions if calls is None else calls) if self.told(call).line == line]
+        return [
+            call for call in (self.provider.compactions if calls is None else calls) if self.told(call).line == line
+        ]
 
     def last(self) -> bytes:
         """The turn that the provider got last."""
@@ -116,7 +124,7 @@ class Scene:
 
     async def sessions(self) -> list[dict[str, Any]]:
         """All of them."""
-        found: list[dict[str, Any]] = (await self.player.admin("/sessions?limit=1000"))["sessions"]
+        found: list[dict[str, Any]] = (await self.player.admin("/sessions?limit=100"))["sessions"]
         return found
 
     def check(self) -> None:
@@ -125,8 +133,9 @@ class Scene:
             sent = self.told(call)
             known = canaries(sent.body)
             if call.is_compaction:
-                turns = [t.raw for t in self.of(sent.line, self.provider.turns)]
-                assert is_extension(call.raw, turns, [s.body for s in self.sent if s.line == sent.line])
+                turns = [t.raw for t in self.of(sent.line, self.provider.turns) if same_parameters(call.raw, t.raw)]
+                live = [s.body for s in self.sent if s.line == sent.line and same_parameters(call.raw, s.body)]
+                assert is_extension(call.raw, turns, live)
                 known |= canaries("".join(s.answer for s in self.sent if s.line == sent.line).encode())
             assert canaries(call.raw) <= known, f"foreign to {sent.line}: {canaries(call.raw) - known}"
 
@@ -145,7 +154,10 @@ async def scene(
     flags = {"compaction__max_context_tokens": window, "compaction__when": "after_turn", **flags}
     settings = {"window_tokens": 10 * window, "summariser": gossip, "answerer": Talker(), **(provider or {})}
     async with SimulatedProvider(**settings) as simulated, aiohttp.ClientSession() as http:
-        chosen = dict(config(tmp, simulated.base_url, **flags)) | {"models": tuple(rules), "upstreams": tuple(upstreams)}
+        chosen = dict(config(tmp, simulated.base_url, **flags)) | {
+            "models": tuple(rules),
+            "upstreams": tuple(upstreams),
+        }
         running = await start(Config(**chosen))
         try:
             played = Scene(Player(running, simulated, http), simulated)
@@ -447,7 +459,9 @@ async def test_an_edit_of_a_covered_message_sends_the_history_as_it_is_now(tmp_p
         await line.say(words=40)
         while not line.seen or covered(line.seen[-1]) < 40:
             await (line.work(words=40) if kind == "tool result" else line.say(words=40))
-        place = next(i for i in range(12, 20) if line.messages[i]["role"] == ("user" if kind == "user message" else "tool"))
+        place = next(
+            i for i in range(12, 20) if line.messages[i]["role"] == ("user" if kind == "user message" else "tool")
+        )
         before = canaries(json.dumps(line.messages[place]).encode())
         calls, generation = len(at.provider.compactions), covered(line.seen[-1])
         line.messages = _edited(line.messages, place, "[cleared]" if kind == "tool result" else "Do something else.")
@@ -487,7 +501,7 @@ async def test_an_edit_behind_the_covered_part_keeps_the_checkpoint_only_if_its_
 
 async def test_the_same_request_again_is_the_same_turn(tmp_path: Path) -> None:
     """Retries, one after the other and all at once, below and above the watermark."""
-    async with scene(tmp_path, provider={"summariser": Slow(0.05, gossip)}) as at:
+    async with scene(tmp_path, provider={"summariser": Slow(0.05, discreet)}) as at:
         line = Line(at, "main")
         while not at.provider.turns or at.provider.turns[-1].prompt_tokens < 0.7 * WINDOW:
             await line.say()
@@ -498,6 +512,7 @@ async def test_the_same_request_again_is_the_same_turn(tmp_path: Path) -> None:
             await line.send()
         assert len(line.names) == 1
         assert len(at.provider.compactions) == 1
+        assert all(covered(h) for h in line.seen[-5:])
         shown = await at.session(line.names[0])
         assert shown["messages"] == len(line.messages) - 1
         assert shown["generation"] == 1
@@ -546,7 +561,7 @@ async def test_a_history_cut_back_to_an_early_turn_goes_on_without_what_came_lat
 
 @pytest.mark.parametrize("keeps_first", [False, True])
 async def test_a_client_that_trims_its_oldest_messages_never_gets_them_back(tmp_path: Path, keeps_first: bool) -> None:
-    async with scene(tmp_path, compaction__trigger_ratio=0.3) as at:
+    async with scene(tmp_path, compaction__trigger_ratio=0.5) as at:
         line = Line(at, "main")
         for _ in range(40):
             await line.say()
@@ -577,7 +592,9 @@ async def test_a_client_that_compacts_its_own_history_starts_anew(tmp_path: Path
 
 
 @pytest.mark.parametrize("place", [1, 2])
-async def test_an_early_message_that_changes_each_turn_never_lies_under_a_checkpoint(tmp_path: Path, place: int) -> None:
+async def test_an_early_message_that_changes_each_turn_never_lies_under_a_checkpoint(
+    tmp_path: Path, place: int
+) -> None:
     async with scene(tmp_path) as at:
         line = Line(at, "main")
         line.messages += pairs(line, 2)
@@ -590,3 +607,297 @@ async def test_an_early_message_that_changes_each_turn_never_lies_under_a_checkp
             assert {c for c in canaries(at.last()) if b"volatile" in c} == {f"cnry-volatile-{turn:04d}".encode()}
         soft = [h for h in line.seen if h.get("x-warmfold-compaction") not in ("inline", None)]
         assert not any(covered(h) for h in soft)
+
+
+# What stands around the messages
+
+
+@pytest.mark.parametrize("when", ["after_turn", "next_turn"])
+async def test_preamble_tools_and_parameters_that_change_each_turn_do_not_lose_the_session(
+    tmp_path: Path, when: str
+) -> None:
+    """A clock in the system prompt, tools in another order or fewer of them, another temperature."""
+    async with scene(tmp_path, compaction__when=when) as at:
+        line = Line(at, "main")
+        for turn in range(24):
+            line.messages[0] = system(f"You are careful. Now: 12:00:{turn:02d}")
+            line.extra["tools"] = [_TOOLS, _TOOLS[::-1], _TOOLS[:2]][turn % 3]
+            line.extra["temperature"] = turn / 100
+            await line.say()
+            sent = json.loads(at.last())
+            assert sent["messages"][0] == line.messages[0]
+            assert sent["tools"] == line.extra["tools"]
+        assert len(line.names) == 1
+        shown = await at.session(line.names[0])
+        assert shown["turns"] == 23
+        assert 1 <= shown["generation"] == len(at.provider.compactions) <= 3
+        first = next(i for i, h in enumerate(line.seen) if covered(h))
+        assert all(covered(h) for h in line.seen[first:])
+
+
+@pytest.mark.parametrize("when", ["after_turn", "next_turn"])
+async def test_another_model_in_mid_conversation_goes_on_with_the_session(tmp_path: Path, when: str) -> None:
+    """A large one, a small one whose window is long past, and the large one again."""
+    rules = [ModelRule(match="small", max_context_tokens=2048)]
+    async with scene(tmp_path, rules=rules, compaction__when=when) as at:
+        line = Line(at, "main", model="large")
+        for turn in range(30):
+            line.extra["model"] = "small" if 11 <= turn < 22 else "large"
+            got = await line.say(words=140)
+            shown = await at.session(got.headers["x-warmfold-session"]) if turn else {}
+            if turn:
+                assert shown["model"] == line.extra["model"]
+                assert shown["window"] == (2048 if line.extra["model"] == "small" else WINDOW)
+                assert at.provider.turns[-1].prompt_tokens < shown["window"]
+        assert len(line.names) == 1
+        for call in at.provider.compactions:
+            assert call.prompt_tokens < (2048 if json.loads(call.raw)["model"] == "small" else WINDOW)
+        assert covered(line.seen[-1])
+
+
+async def test_a_compaction_that_waits_goes_to_the_provider_of_the_turn_that_it_replays(tmp_path: Path) -> None:
+    """The next turn asks for a model that another upstream serves: that one has never seen the conversation's model, nor its cache."""
+    async with SimulatedProvider(window_tokens=10 * WINDOW) as other:
+        upstreams = [NamedUpstream(name="other", match="other-*", base_url=other.base_url)]
+        async with scene(tmp_path, upstreams=upstreams, compaction__when="next_turn") as at:
+            line = Line(at, "main")
+            waits: dict[str, Any] = {}
+            while not waits.get("pending"):
+                got = await line.say()
+                waits = (
+                    await at.session(got.headers["x-warmfold-session"]) if "x-warmfold-session" in got.headers else {}
+                )
+            line.extra["model"] = "other-model"
+            await line.say()
+            assert json.loads(other.turns[-1].raw)["model"] == "other-model"
+            assert not other.compactions
+            line.extra["model"] = "demo-model"
+            for _ in range(4):
+                await line.say()
+            assert len(line.names) == 1
+            assert covered(line.seen[-1])
+
+
+async def test_cache_marks_that_move_and_texts_as_parts_are_the_same_conversation(tmp_path: Path) -> None:
+    """As clients of Anthropic's kind do: the newest message is a list of parts with a mark, and turns back into a string a turn later."""
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        for turn in range(20):
+            line.messages.append(user(""))
+            text = line.text()
+            mark = {"type": "ephemeral", "ttl": "1h"}
+            line.messages[-1]["content"] = [{"type": "text", "text": text, "cache_control": mark}]
+            got = await line.send()
+            newest = elements(at.last())[-1]
+            assert newest == json.dumps(line.messages[-1]).encode()
+            assert at.last().count(b"cache_control") == 1
+            line.messages[-1]["content"] = text if turn % 2 else [{"text": text, "type": "text"}]
+            line.messages.append(assistant(got))
+        assert len(line.names) == 1
+        assert (await at.session(line.names[0]))["turns"] == 19
+        assert covered(line.seen[-1])
+        assert len(at.provider.compactions) <= 2
+
+
+async def test_a_reminder_in_the_middle_grows_the_history_and_changes_nothing_else(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        for turn in range(20):
+            if turn == 7:
+                line.messages.append(system("<system-reminder> the file was truncated"))
+            await line.say()
+        assert len(line.names) == 1
+        assert (await at.session(line.names[0]))["turns"] == 19
+        assert covered(line.seen[-1])
+        assert b"<system-reminder>" in at.last(), "what the system said stays, in the checkpoint's ledger"
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_a_message_that_comes_while_the_checkpoint_is_made_stands_in_the_next_request_once(
+    tmp_path: Path, stays: bool
+) -> None:
+    async with scene(tmp_path, provider={"summariser": Slow(0.15, gossip)}) as at:
+        line = Line(at, "main")
+        while not at.provider.compactions:
+            await line.say(settle=False)
+            await asyncio.sleep(0.01)
+        running = at.provider.compactions[0]
+        assert running.finished is None
+        during = line.text()
+        await line.say(during, settle=False)
+        assert line.seen[-1]["x-warmfold-compaction"] == "pending"
+        assert not covered(line.seen[-1])
+        if stays:
+            await at.player.settled()
+        else:
+            await at.provider.until(lambda: running.finished is not None)
+            await asyncio.sleep(0.05)
+        after = line.text()
+        await line.say(after)
+        assert covered(line.seen[-1])
+        assert at.last().count(during.encode()) == 1
+        assert at.last().count(after.encode()) == 1
+        assert len(at.provider.compactions) == 1
+
+
+# Ids
+
+
+_IDS: list[tuple[str, str]] = [
+    ("header", "x_session_id"),
+    ("header", "x_warmfold_session"),
+    ("header", "x_conversation_id"),
+    ("field", "prompt_cache_key"),
+]
+
+
+def _named(line: Line, kind: tuple[str, str], id_: str) -> Line:
+    where, key = kind
+    (line.headers if where == "header" else line.extra)[key] = id_
+    return line
+
+
+@pytest.mark.parametrize("kind", _IDS, ids=lambda kind: kind[1])
+async def test_equal_conversations_with_ids_of_their_own_are_sessions_of_their_own(
+    tmp_path: Path, kind: tuple[str, str]
+) -> None:
+    async with scene(tmp_path, provider={"summariser": Slow(0.1, discreet)}) as at:
+        one, two = _named(Line(at, "same"), kind, "one"), _named(Line(at, "same"), kind, "two")
+        for _ in range(3):
+            await one.say()
+        two.messages = one.messages
+        for _ in range(20):
+            one.messages.append(user(one.text()))
+            at_once = await asyncio.gather(*(line.send(settle=False) for line in (one, two)))
+            await at.player.settled()
+            one.messages.append(assistant(at_once[0]))
+        assert len(one.names) == len(two.names) == 1
+        assert one.names != two.names
+        shown = [await at.session(line.names[0]) for line in (one, two)]
+        assert shown[0]["explicit"] != shown[1]["explicit"]
+        assert [s["turns"] for s in shown] == [22, 22]
+        assert all(s["generation"] >= 1 for s in shown), "each has a lock of its own: both compact at once"
+        assert at.provider.most_in_flight >= 2
+        carried = {
+            call.headers.get(kind[1].replace("_", "-")) or json.loads(call.raw).get(kind[1])
+            for call in at.provider.compactions
+        }
+        assert carried == ({None} if kind[1] == "x_warmfold_session" else {"one", "two"})
+
+
+@pytest.mark.parametrize(("before", "after"), [("one", "two"), ("", "two"), ("one", "")])
+async def test_an_id_that_changes_in_mid_conversation_still_finds_the_tenants_checkpoint(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        line.headers = {"x_session_id": before} if before else {}
+        await line.until_compacted()
+        await line.say()
+        checkpoint = line.seen[-1]["x-warmfold-checkpoint"]
+        turns = (await at.session(line.names[0]))["turns"]
+        line.headers = {"x_session_id": after} if after else {}
+        for _ in range(3):
+            await line.say()
+            assert line.seen[-1]["x-warmfold-checkpoint"] == checkpoint
+        assert len(line.names) == 2
+        assert (await at.session(line.names[0]))["turns"] == turns, "the session of the old id stays as it was"
+        assert (await at.session(line.names[1]))["turns"] == turns + 3, "the other one goes on from there"
+        line.headers = {"x_session_id": before} if before else {}
+        await line.say()
+        assert line.seen[-1]["x-warmfold-checkpoint"] == checkpoint
+        assert len(at.provider.compactions) == 1
+
+
+# Tenants
+
+
+def _marked_by(header: str) -> Any:
+    """A summariser that marks its summary by whose call it answers: equal conversations have different summaries."""
+
+    def hook(call: Call) -> None:
+        if call.is_compaction and call.request is not None:
+            name = call.headers.get(header, "") or call.request.get("cache_salt", "")
+            call.request["messages"][0] = system(f"cnry-{name[-4:]}-0000")
+
+    return hook
+
+
+@pytest.mark.parametrize("kind", ["credential", "tenant header", "cache_salt"])
+async def test_equal_conversations_of_two_tenants_have_nothing_in_common(tmp_path: Path, kind: str) -> None:
+    """The same ids, the same messages, the same answers: only the summaries differ, and tell whose they are."""
+    flags = {"session__tenant_header": "x-team"} if kind == "tenant header" else {}
+    async with scene(tmp_path, **flags) as at:
+        header = {"credential": "Authorization", "tenant header": "x-team", "cache_salt": "x-nothing"}[kind]
+        at.provider.on_call = _marked_by(header)
+        at.provider.change(answerer=lambda request, tokens: Answer(text="Done."))
+        lines = []
+        for name in ("anna", "bert"):
+            line = Line(at, "same", headers={"x_session_id": "the same"})
+            if kind == "cache_salt":
+                line.extra["cache_salt"] = name
+            else:
+                line.headers[header.replace("-", "_")] = f"Bearer sk-{name}"
+            lines.append(line)
+        for _ in range(18):
+            await asyncio.gather(*(line.say(settle=False) for line in lines))
+            await at.player.settled()
+        for call in at.provider.calls:
+            mine = (call.request or {}).get("cache_salt") if kind == "cache_salt" else call.headers[header][-4:]
+            others = {b"cnry-anna-0000", b"cnry-bert-0000"} - {f"cnry-{mine}-0000".encode()}
+            assert not others & canaries(call.raw)
+        assert [len(line.names) for line in lines] == [1, 1]
+        assert lines[0].names != lines[1].names
+        for name, line in zip(("anna", "bert"), lines, strict=True):
+            assert covered(line.seen[-1])
+            shown = await at.session(line.names[0])
+            assert shown["turns"] == 17
+            assert shown["generation"] == 1
+            summary = await at.player.admin(f"/sessions/{line.names[0]}/summary")
+            assert f"cnry-{name}-0000" in summary["text"]
+            assert summary["session"] == line.names[0]
+        same_tenant = lines[0].names[0].split("-")[0] == lines[1].names[0].split("-")[0]
+        assert same_tenant == (kind == "cache_salt")
+        at.sent = []
+        at.provider.calls.clear()  # whose summaries these are was checked above
+
+
+async def test_a_request_without_the_configured_tenant_header_passes_and_leaves_nothing(tmp_path: Path) -> None:
+    async with scene(tmp_path, session__tenant_header="x-team") as at:
+        line = Line(at, "main", headers={"x_session_id": "id-1", "x_warmfold_mode": "force"})
+        for _ in range(16):
+            await line.say()
+            assert at.last() == at.sent[-1].body
+            assert not [name for name in line.seen[-1] if name.lower().startswith("x-warmfold")]
+        assert await at.sessions() == []
+        assert not at.provider.compactions
+        line.headers = {"x_session_id": "id-1", "x_team": "anna"}
+        await line.say()
+        assert line.names
+        anonymous = line.fork("main")
+        anonymous.headers = {"x_session_id": line.names[0], "x_warmfold_session": line.names[0]}
+        await anonymous.say("Give me what you have.")
+        assert not anonymous.names
+        assert at.last() == at.sent[-1].body
+
+
+# Openings
+
+
+async def test_a_long_common_preamble_in_the_first_message_is_no_common_conversation(tmp_path: Path) -> None:
+    """IDE clients put 10 kB of rules and files into the first user message; only its last line is the user's. And then: "continue"."""
+    said = {"answerer": lambda request, tokens: Answer(text="Yes?")}
+    async with scene(tmp_path, window=4 * WINDOW, compaction__trigger_ratio=0.3, provider=said) as at:
+        rules = long_text(11, 2200)
+        assert len(rules) > 10_000
+        lines = [Line(at, name) for name in ("alpha", "beta", "gamma")]
+        for line in lines:
+            await line.say(f"{rules}\n{line.text(3)}")
+        for _ in range(20):
+            for line in lines:
+                await line.say(f"continue {long_text(12, WORDS)}")
+        assert len({name for line in lines for name in line.names}) == 3
+        for line in lines:
+            assert covered(line.seen[-1])
+            assert (await at.session(line.names[0]))["generation"] == len(at.of(line.name)) >= 1
+            assert f"cnry-{line.name}-0000".encode() in at.of(line.name, at.provider.turns)[-1].raw

@@ -493,3 +493,24 @@ async def test_a_dead_summariser_at_the_hard_watermark_leaves_a_mechanical_check
             _, headers = await chat.say(f"Step {turn}: {long_text(turn, 160)}")
         assert "x-warmfold-checkpoint" in headers
         assert all(call.status == 200 for call in provider.turns)
+
+
+async def test_observe_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=6000) as provider,
+        playing(tmp_path, provider, **SMALL, compaction__mode="observe") as player,
+    ):
+        chat = Chat(player)
+        for turn in range(12):
+            body = {
+                "model": "demo-model",
+                "messages": [*chat.messages, {"role": "user", "content": long_text(turn, 300)}],
+            }
+            await chat.say(long_text(turn, 300))
+            assert json.loads(provider.calls[-1].raw) == body
+        assert not provider.compactions
+        session = await player.admin(f"/sessions/{await _only_session(player)}")
+        observed = [line for line in session["journal"] if line["because"] == "observe"]
+        assert 1 <= len(observed) <= 4
+        assert observed[0]["outcome"] == "skipped"
+        assert observed[0]["to"] > 0

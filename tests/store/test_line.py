@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from proxy.core.model import Recalled
 from proxy.store import Store
 from proxy.store.connect import open_store
+from proxy.store.line import deadline
 from store.builders import Client, Settings, Troubles, attempt, talk, until
 from store.gate import gate_to
 
@@ -119,6 +122,49 @@ async def test_an_idle_connection_that_the_server_closed_costs_no_turn(url: str)
         assert isinstance(await store.recall(client.query), Recalled)
         assert not troubles.seen
         await store.close()
+
+
+async def test_an_answer_that_waits_in_the_socket_is_read_although_the_loop_was_held_up(url: str) -> None:
+    """A long history read for the first time, a collection of garbage: the timer is seen before the answer that came long ago."""
+    client, troubles = Client(talk(4)), Troubles()
+    store = await open_store(Settings(url, timeout_ms=SHORT_MS), troubles)
+    await until(lambda: _knows(store, client))
+    for _ in range(5):
+        asking = asyncio.ensure_future(store.recall(client.query))
+        for _ in range(10):
+            await asyncio.sleep(0)  # until the command is on its way
+        time.sleep(3 * SHORT_MS / 1000)  # noqa: ASYNC251  # what holds the loop up
+        assert await asking is not None
+    assert not troubles.seen
+    await store.close()
+
+
+async def test_a_deadline_leaves_the_loop_a_few_rounds_and_no_more() -> None:
+    async with deadline(0):
+        for _ in range(4):
+            await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with deadline(0):
+            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError):
+        await _busy_within(deadline(0))
+
+
+async def _busy_within(limit: AbstractAsyncContextManager[None]) -> None:
+    """A loop that is never idle is no way past it."""
+    async with limit:
+        while True:
+            await asyncio.sleep(0)
+
+
+async def test_a_deadline_that_was_kept_is_over() -> None:
+    async with deadline(0.001):
+        pass
+    async with asyncio.timeout(20):
+        await asyncio.sleep(0.01)  # what was left of it would cancel us here
+    with pytest.raises(ValueError, match="ours"):
+        async with deadline(20):
+            raise ValueError("ours")
 
 
 async def test_a_save_that_is_late_is_written_or_not_but_never_twice(url: str, store: Store) -> None:

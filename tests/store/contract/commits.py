@@ -118,6 +118,48 @@ async def test_an_applied_checkpoint_lives_longer_and_counts_as_used(store: Stor
     assert known.counters.unapplied == 0
 
 
+async def _unapplied(store: Store, client: Client) -> int:
+    found = await store.recall(client.query)
+    assert found is not None
+    return found.root_unapplied
+
+
+async def test_checkpoints_that_no_request_carried_are_counted_over_all_sessions_of_a_root(store: Store) -> None:
+    """A client that rewrites its history is a new session each turn: only the root can tell that the last ones were for nothing."""
+    one, two = Client(talk(6, "one"), lineage="one"), Client(talk(6, "two"), lineage="two")
+    stranger, new = replace(one, root="another"), Client(talk(3, "new"))
+    await committed(store, stranger, stranger.checkpoint(4, id="theirs"))
+    assert await _unapplied(store, one) == 0
+    await committed(store, one, one.checkpoint(2))
+    assert [await _unapplied(store, client) for client in (one, two, new, stranger)] == [1, 1, 1, 1]
+    assert not await store.commit(one.commit(0, one.checkpoint(4, generation=2)))  # based on what is no more
+    assert await _unapplied(store, one) == 1
+    await committed(store, two, two.checkpoint(4, id="idtwo"))
+    assert [await _unapplied(store, client) for client in (one, two, new)] == [2, 2, 2]
+
+    known = await store.session(one.id)
+    assert await store.save(one.says(*talk(1, "on")).saved(known, started_ms=2000))
+    assert await _unapplied(store, two) == 2  # a turn without a checkpoint is no use of one
+    known = await store.session(one.id)
+    assert await store.save(one.says(*talk(2, "on")).saved(known, started_ms=3000, applied=one.checkpoint(2).id))
+    assert [await _unapplied(store, client) for client in (one, two, new, stranger)] == [0, 0, 0, 1]
+    assert await store.commit(two.commit(1, two.checkpoint(5, generation=2, id="again")))
+    assert await _unapplied(store, one) == 1
+
+
+async def test_what_was_not_applied_is_forgotten_after_the_pause(store: Store, raw: Redis) -> None:
+    client = Client(talk(6))
+    await committed(store, client, client.checkpoint(2))
+    key = Keys.around(client.id).base + b"u"
+    await raw.pexpire(key, 5)
+    await committed(store, client, client.checkpoint(4, generation=2), version=1)
+    assert 890_000 < await raw.pttl(key) <= 900_000  # the newest one counts for the whole pause, and the others with it
+    await raw.delete(key)
+    assert await _unapplied(store, client) == 0
+    await raw.set(key, "what is this", ex=60)
+    assert await _unapplied(store, client) == 0
+
+
 async def test_a_note_sets_what_limits_the_next_and_forgets_what_was_pending(store: Store) -> None:
     client = Client(talk(2))
     assert not await store.note(client.id, attempt(), Counters())

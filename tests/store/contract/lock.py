@@ -21,9 +21,9 @@ from store.builders import (
 async def test_only_one_holds_the_lock_and_it_is_let_go_of(store: Store, other: Store, raw: Redis) -> None:
     client = Client(talk(1))
     async with store.flight(client.id, 10) as mine:
-        assert mine
+        assert mine is True
         async with other.flight(client.id, 10) as theirs:
-            assert not theirs
+            assert theirs is False  # None would say that the store cannot tell
         async with other.flight(replace(client.id, lineage="another"), 10) as theirs:
             assert theirs
         assert await raw.exists(Keys.around(client.id).lock(client.lineage))
@@ -38,7 +38,7 @@ async def test_only_one_holds_the_lock_and_it_is_let_go_of(store: Store, other: 
 async def test_of_many_who_want_the_lock_one_gets_it(store: Store, other: Store) -> None:
     over = asyncio.Event()
 
-    async def take(of: Store) -> bool:
+    async def take(of: Store) -> bool | None:
         async with of.flight(Client(talk(1)).id, 10) as mine:
             if mine:
                 await over.wait()
@@ -47,7 +47,7 @@ async def test_of_many_who_want_the_lock_one_gets_it(store: Store, other: Store)
     takers = [asyncio.ensure_future(take(of)) for of in (store, other) for _ in range(10)]
     losers = asyncio.as_completed(takers)
     for _ in range(len(takers) - 1):
-        assert not await next(losers)
+        assert await next(losers) is False
     over.set()
     assert await next(losers)
 

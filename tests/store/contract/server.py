@@ -34,7 +34,7 @@ async def test_every_key_has_an_end_and_a_root_lies_in_one_slot(store: Store, ra
         keys = await raw.keys("*")
         ttl_ms = {key: await raw.pttl(key) for key in keys}
     kinds = {key.split(b"}:")[1].split(b":")[0] for key in keys if b"}:" in key}
-    assert kinds == set(b"b x s d c k m l j".split())
+    assert kinds == set(b"b x s d c k m u l j".split())
     assert [key for key, left in ttl_ms.items() if left < 0] == [b"wf:secret"]
     assert max(ttl_ms.values()) <= 7200_000
     assert len({key_slot(key) for key in keys if key != b"wf:secret"}) == 1

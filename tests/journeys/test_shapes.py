@@ -1,0 +1,366 @@
+"""Conversations of every shape, through the whole proxy: the client gets what a provider without a limit would give, and the provider what it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.demo.provider import SimulatedProvider
+from proxy.demo.summariser import Dead, GenericProse, IdealSummariser, Summariser
+from proxy.demo.validation import Strictness
+from tests.core.build import limits
+from tests.journeys.played import FRAME, Played, play, small_window
+from tests.journeys.player import Answered, Player, elements, playing
+from tests.journeys.talks import SYSTEM, TALKS, Message, Talk, assistant, calling, giants, prose, result, user
+from tests.strategies import spelled
+
+LEAST_WINDOW = 2048
+CONSTRAINT = "never touch prod.db"
+TASK = f"Rebuild the order import. While you do, {CONSTRAINT}; deliver the report as CSV."
+
+
+def _good(played: Played, talk: Talk) -> None:
+    """Nothing of what must not be; compacted, and not at every turn."""
+    assert played.faults == []
+    assert played.applied > 0
+    assert 0 < played.compactions <= played.turns // 3 + 2, "a compaction pays only if turns follow that carry it"
+
+
+@pytest.mark.parametrize("name", TALKS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_conversation_of_any_shape_outlives_its_window(name: str, stream: bool, tmp_path: Path) -> None:
+    talk = TALKS[name]
+    if stream and len(talk.messages) > 400:
+        pytest.skip("the same code, and five seconds")
+    steps = talk.steps(stream=stream)
+    played = await play(
+        steps,
+        max(LEAST_WINDOW, small_window(steps, 1 / 3)),
+        tmp_path,
+        strictness=Strictness.OPENAI if talk.accepted else None,
+        compaction__when="next_turn" if stream else "after_turn",
+    )
+    _good(played, talk)
+
+
+@pytest.mark.parametrize("name", ["tools", "repeated ids", "users in a row", "thoughts", "results without calls"])
+async def test_the_summariser_that_reads_its_region_alone(name: str, tmp_path: Path) -> None:
+    talk = TALKS[name]
+    steps = talk.steps()
+    rules = Strictness.OPENAI if talk.accepted else None
+    window = max(LEAST_WINDOW, small_window(steps, 1 / 3))
+    _good(await play(steps, window, tmp_path, strictness=rules, compaction__replay_scope="region"), talk)
+
+
+async def test_requests_that_a_provider_refuses_are_refused_in_its_own_words_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    """Results without a call among them: OpenAI does not take those, whoever sends them."""
+    talk = TALKS["results without calls"]
+    steps = talk.steps()
+    played = await play(steps, max(LEAST_WINDOW, small_window(steps, 1 / 3)), tmp_path)
+    assert played.faults == []
+    assert played.turns == len(steps)
+
+
+def _indented(request: Mapping[str, Any]) -> bytes:
+    return json.dumps(request, indent=1).encode()
+
+
+def _escaped(request: Mapping[str, Any]) -> bytes:
+    r"""As \u escapes throughout, the letters of ASCII too."""
+    return _all_escaped(json.dumps(request)).encode()
+
+
+def _all_escaped(text: str) -> str:
+    parts = text.split('"')
+    return '"'.join(
+        part if at % 2 == 0 or "\\" in part or len(part) < 40 else "".join(f"\\u{ord(c):04X}" for c in part)
+        for at, part in enumerate(parts)
+    )
+
+
+def _oddly(request: Mapping[str, Any]) -> bytes:
+    """Blanks, line breaks and escapes anywhere, the same for the same message each time."""
+    members = {key: value for key, value in request.items() if key != "messages"}
+    messages = b" ,\n\t".join(spelled(message, 7) for message in request["messages"])
+    return b' \n{"messages" :\t[ ' + messages + b" ]\r\n, " + spelled(members).strip()[1:] + b"\n"
+
+
+@pytest.mark.parametrize("spell", [_indented, _escaped, _oddly])
+@pytest.mark.parametrize("name", ["cache marks", "parallel calls", "unknown fields"])
+async def test_a_client_that_writes_its_json_in_its_own_way(name: str, spell: Any, tmp_path: Path) -> None:
+    steps = TALKS[name].steps()
+    window = max(LEAST_WINDOW, small_window(steps, 1 / 3))
+    _good(await play(steps, window, tmp_path, spell=spell), TALKS[name])
+
+
+@pytest.mark.parametrize("window", [3000, 6000])
+async def test_single_messages_of_two_fifths_of_the_window(window: int, tmp_path: Path) -> None:
+    talk = giants(int(window * 0.36))
+    steps = talk.steps()
+    played = await play(steps, window, tmp_path)
+    assert max(call for call in _sizes(steps)) > 0.4 * window
+    assert played.faults == []
+    assert played.applied > 0
+
+
+def _sizes(steps: Sequence[Any]) -> list[int]:
+    return [len(message["content"].split()) * 6 // 5 for message in steps[-1].request["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("strictness", "name"),
+    [
+        (Strictness.MISTRAL, "tools"),
+        (Strictness.MISTRAL, "parallel calls"),
+        (Strictness.MISTRAL, "chat"),
+        (Strictness.ALTERNATING, "chat"),
+        (Strictness.ALTERNATING, "no system"),
+        (Strictness.ALTERNATING, "thoughts in chat"),
+    ],
+)
+@pytest.mark.parametrize("scope", ["warm", "region"])
+async def test_a_strict_template_is_refused_once_at_most(
+    strictness: Strictness, name: str, scope: str, tmp_path: Path
+) -> None:
+    """What it does not take in one shape it is given in another, and from then on in that one."""
+    steps = TALKS[name].steps()
+    window = max(LEAST_WINDOW, small_window(steps, 1 / 3))
+    played = await play(steps, window, tmp_path, strictness=strictness, compaction__replay_scope=scope)
+    assert [fault for fault in played.faults if "a compaction request" not in fault] == []
+    assert len(played.refused) <= 2
+    assert played.applied > 0
+
+
+# A long conversation in a small window
+
+
+class Client:
+    """Grows a conversation turn by turn, with answers of its own choosing."""
+
+    def __init__(self, player: Player, *, stream: bool = False) -> None:
+        self.player = player
+        self.messages: list[Message] = [SYSTEM]
+        self.members: dict[str, Any] = {"model": "demo-model"}
+        if stream:
+            self.members |= {"stream": True, "stream_options": {"include_usage": True}}
+        self.session = ""
+
+    async def say(self, text: str, answer: str = "", **headers: str) -> Answered:
+        """One turn: all that was said before, and this."""
+        self.messages.append({"role": "user", "content": text})
+        return await self.send(assistant(len(self.messages), 30, **({"content": answer} if answer else {})), **headers)
+
+    async def send(self, reply: Message, **headers: str) -> Answered:
+        """The conversation as it is; `reply` is what comes back."""
+        self.player.provider.next_reply = reply
+        got = await self.player.post({**self.members, "messages": self.messages}, **headers)
+        await self.player.settled()
+        assert got.status == 200, got.body
+        self.session = got.headers.get("x-warmfold-session", self.session)
+        self.messages.append(reply)
+        return got
+
+    async def shown(self) -> Any:
+        """The session as the admin listener shows it."""
+        return await self.player.admin(f"/sessions/{self.session}")
+
+
+@pytest.mark.parametrize("window", [2048, 3000, 4096])
+@pytest.mark.parametrize("summariser", [IdealSummariser(), GenericProse()], ids=["ideal", "prose"])
+async def test_200_turns_in_a_small_window(window: int, summariser: Summariser, tmp_path: Path) -> None:
+    """And after each compaction the next prompt is below the soft watermark, or the journal says why it is not."""
+    soft = limits(window).soft
+    async with (
+        SimulatedProvider(window_tokens=window, summariser=summariser) as provider,
+        playing(tmp_path, provider, compaction__max_context_tokens=window, compaction__when="after_turn") as player,
+    ):
+        client = Client(player, stream=window == 3000)
+        made = 0
+        for turn in range(100):
+            await client.say(prose(("user", turn), 50))
+            if turn % 4 == 3:
+                client.messages.append({"role": "user", "content": prose(("more", turn), 20)})
+                await client.send(calling(f"call_{turn:09d}"))
+                client.messages.append(result(f"call_{turn:09d}", turn, 30))
+                await client.send(assistant(turn, 20))
+            else:
+                await client.say(prose(("next", turn), 20))
+            if len(provider.compactions) > made:
+                made = len(provider.compactions)
+                if (await client.shown())["journal"][0]["outcome"] == "committed":
+                    await client.say("go on")
+                    assert provider.turns[-1].prompt_tokens < soft
+        assert all(call.status == 200 for call in provider.calls)
+        assert made >= 8
+
+
+async def test_a_summariser_that_is_dead_for_good_costs_the_client_nothing(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=4096, summariser=Dead(500)) as provider,
+        playing(tmp_path, provider, compaction__max_context_tokens=4096, compaction__when="after_turn") as player,
+    ):
+        client = Client(player)
+        await client.say(f"{TASK} {prose('task', 60)}")
+        for turn in range(199):
+            got = await client.say(prose(("user", turn), 50))
+        assert "x-warmfold-checkpoint" in got.headers
+        assert all(call.status == 200 for call in provider.turns)
+        assert TASK in _last_routed(provider)
+        assert len(provider.compactions) < 20
+
+
+def _last_routed(provider: SimulatedProvider) -> str:
+    """All that the provider was last told in messages."""
+    request = provider.turns[-1].request
+    assert request is not None
+    return "\n".join(str(message["content"]) for message in request["messages"])
+
+
+async def test_a_rule_that_was_stated_once_is_still_there_after_five_checkpoints_of_prose(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=4096, summariser=GenericProse()) as provider,
+        playing(tmp_path, provider, compaction__max_context_tokens=4096, compaction__when="after_turn") as player,
+    ):
+        client = Client(player)
+        await client.say("Please look at the import job. " + prose("start", 40))
+        await client.say(f"One more thing: {CONSTRAINT}. " + prose("rule", 40))
+        turn = 0
+        while len(provider.compactions) < 5:
+            turn += 1
+            await client.say(prose(("user", turn), 70))
+            assert turn < 200
+        got = await client.say("go on")
+        assert int(got.headers["x-warmfold-covered"]) > 4
+        assert CONSTRAINT in _last_routed(provider)
+        assert CONSTRAINT not in str(provider.compactions[-1].answer)
+
+
+async def test_first_contact_with_a_history_of_four_windows(tmp_path: Path) -> None:
+    """Agents with a history of their own come by for the first time: tool calls, and the task far back."""
+    window = 4096
+    messages = [SYSTEM, {"role": "user", "content": TASK}]
+    at = 0
+    async with (
+        SimulatedProvider(window_tokens=window) as provider,
+        playing(tmp_path, provider, compaction__max_context_tokens=window) as player,
+    ):
+        while sum(len(str(message.get("content")).split()) for message in messages) < 4 * window:
+            at += 1
+            messages += [calling(f"call_{at:09d}"), result(f"call_{at:09d}", at, 60)]
+            messages += [assistant(at, 30), user(at, 40)] if at % 5 == 0 else []
+        client = Client(player)
+        client.messages = messages
+        got = await client.send(assistant("first"))
+        assert got.headers["x-warmfold-compaction"] == "inline"
+        passes = len(provider.compactions)
+        assert passes > 1
+        assert all(call.status == 200 for call in provider.calls)
+        assert TASK in _last_routed(provider)
+        again = await client.say("go on")
+        assert again.headers["x-warmfold-checkpoint"] == got.headers["x-warmfold-checkpoint"]
+        assert len(provider.compactions) == passes
+
+
+# What an operator does
+
+
+FAST = {"compaction__max_context_tokens": 4096, "compaction__when": "after_turn"}
+
+
+async def test_after_an_undo_the_earlier_checkpoint_applies_again_and_soft_compaction_rests(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=4096) as provider,
+        playing(tmp_path, provider, **FAST, compaction__debounce_turns=4) as player,
+    ):
+        client = Client(player)
+        turn = 0
+        seen: list[str] = []
+        while len(provider.compactions) < 2:
+            turn += 1
+            got = await client.say(prose(("user", turn), 70))
+            if (name := got.headers.get("x-warmfold-checkpoint", "")) and name not in seen:
+                seen.append(name)
+            assert turn < 100
+        newest = (await client.shown())["checkpoints"]
+        undone = await player.admin(f"/sessions/{client.session}/undo", "POST")
+        assert undone["id"] == client.session
+        shown = await client.shown()
+        assert undone["soft_compaction_resumes_at_turn"] == shown["turns"] + 4
+        assert len(newest) == 2
+
+        got = await client.say("and now")
+        assert got.headers["x-warmfold-checkpoint"] == seen[0]
+        made = len(provider.compactions)
+        while (await client.shown())["turns"] < undone["soft_compaction_resumes_at_turn"] - 1:
+            await client.say("a little more")
+            assert len(provider.compactions) == made, "it rests"
+        while len(provider.compactions) == made:
+            await client.say(prose(("late", len(client.messages)), 20))
+            assert len(client.messages) < 200
+        got = await client.say("after that")
+        assert got.headers["x-warmfold-checkpoint"] not in (seen[0], undone["undone"][0])
+        generations = [one["generation"] for one in (await client.shown())["checkpoints"]]
+        assert sorted(generations) == [1, 2, 3], "no generation is used twice"
+
+
+async def test_a_middle_region_by_hand(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=32_000) as provider,
+        playing(tmp_path, provider, compaction__max_context_tokens=32_000, compaction__when="after_turn") as player,
+    ):
+        client = Client(player)
+        for turn in range(8):
+            await client.say(prose(("user", turn), 80))
+        credential = {"x-upstream-authorization": player.headers["Authorization"]}
+        url = f"/sessions/{client.session}/compact"
+        done = await player.admin(url, "POST", json={"from": 2, "to": 10}, headers=credential)
+        assert done["outcome"] == "committed", done
+        got = await client.say("go on")
+        assert got.headers["x-warmfold-covered"] == "10"
+        sent, told = elements(provider.turns[-1].raw), [json.dumps(m).encode() for m in client.messages[:-1]]
+        assert sent[:3] == tuple(told[:3]), "the preamble, and what stands in front of the region"
+        assert sent[3].startswith(b'{"role": "user", "content": "' + FRAME)
+        assert sent[4:] == tuple(told[12:])
+
+        # A later region from the start absorbs it.
+        done = await player.admin(url, "POST", json={"from": 0, "to": 14}, headers=credential)
+        assert done["outcome"] == "committed", done
+        got = await client.say("and on")
+        assert got.headers["x-warmfold-covered"] == "14"
+        sent = elements(provider.turns[-1].raw)
+        assert sum(FRAME in element for element in sent) == 1
+        assert FRAME in sent[1]
+
+
+async def test_conversations_of_all_shapes_at_once(tmp_path: Path) -> None:
+    """Ten clients of one tenant beside each other: none gets what another one said."""
+    names = ["chat", "tools", "parallel calls", "legacy functions", "users in a row", "thoughts", "names", "marks"]
+    names = [name for name in names if name in TALKS]
+    async with (
+        SimulatedProvider(window_tokens=4096) as provider,
+        playing(tmp_path, provider, **FAST) as player,
+    ):
+
+        async def client(name: str, mark: str) -> None:
+            talk = TALKS[name]
+            for step in talk.steps():
+                messages = [*step.request["messages"]]
+                first = next(at for at, message in enumerate(messages) if message["role"] == "user")
+                messages[first] = {"role": "user", "content": f"My word is {mark}: never forget it."}
+                got = await player.post({**step.request, "messages": messages})
+                assert got.status == 200, (name, got.body)
+
+        await asyncio.gather(*(client(name, f"mark-{at}") for at, name in enumerate(names)))
+        await player.settled()
+        for call in provider.calls:
+            assert call.status == 200
+            words = {f"mark-{at}" for at in range(len(names)) if f"mark-{at}:".encode() in call.raw}
+            assert len(words) <= 1
+        assert len(provider.compactions) >= len(names) - 2
