@@ -497,11 +497,11 @@ async def test_a_dead_summariser_at_the_hard_watermark_leaves_a_mechanical_check
 
 async def test_observe_says_what_it_would_do_and_does_nothing(tmp_path: Path) -> None:
     async with (
-        SimulatedProvider(window_tokens=6000) as provider,
+        SimulatedProvider(window_tokens=60_000) as provider,
         playing(tmp_path, provider, **SMALL, compaction__mode="observe") as player,
     ):
         chat = Chat(player)
-        for turn in range(12):
+        for turn in range(20):
             body = {
                 "model": "demo-model",
                 "messages": [*chat.messages, {"role": "user", "content": long_text(turn, 300)}],
