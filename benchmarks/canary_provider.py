@@ -2,9 +2,9 @@
 
 Each text of a client carries a canary, `cnry-CONVERSATION-BRANCH-NUMBER`, and each request's last message says whose request it is and
 which canaries are its own: `own=TENANT/CONVERSATION/BRANCH:FIRST-LAST,...;`. Without that it is an opening, which has none. Every canary
-anywhere in a request that is not among them is foreign, and so is a credential of another tenant. A compaction request is judged by the
-last message of the request that it replays. Summaries pass on the canaries that their author has read. Nothing is kept but counts and a few
-examples; GET shows them.
+anywhere in a request that is not among them is foreign, and so is a credential of another tenant. A compaction request has no last message
+of the client's: it is judged by the header `x-own` of the request that it was made for, which says the same. Summaries pass on the canaries
+that their author has read. Nothing is kept but counts and a few examples; GET shows them.
 """
 
 from __future__ import annotations
@@ -59,11 +59,10 @@ class Owner:
     newest: bytes
 
     @classmethod
-    def of(cls, last: bytes) -> Owner:
-        """What a last message says, behind a checkpoint that may stand in front of it."""
-        text = last.rpartition(_FRAME_END)[2]
-        said, marks = _OWN.search(text), list(_CANARY.finditer(text))
-        newest = marks[-1][0] if marks else b""
+    def of(cls, text: bytes) -> Owner:
+        """What a text says."""
+        said, marks = _OWN.search(text), _CANARY.findall(text)
+        newest = canary(*map(int, marks[-1])) if marks else b""
         if said is None:
             return cls(None, None, (), newest)
         ranges = (tuple(map(int, re.split(rb"[:-]", one))) for one in said[3].split(b","))
@@ -84,19 +83,20 @@ class Judge:
         self.examples: list[str] = []
 
     def judge(self, head: bytes, body: bytes) -> tuple[bytes, float]:
-        """The answer to a request, and after how many seconds."""
-        at = body.rfind(_ENGINE)
-        replayed = body if at < 0 else body[:at]
-        owner = Owner.of(replayed[replayed.rfind(_USER) :])
+        """The answer to a request, and after how many seconds. `head`: request line and headers in lower case."""
+        is_compaction = _ENGINE in body
+        # Behind a checkpoint that may stand in front of the last message.
+        last = body[body.rfind(_USER) :].rpartition(_FRAME_END)[2]
+        owner = Owner.of(head.partition(b"\r\nx-own:")[2].partition(b"\r\n")[0] if is_compaction else last)
         found = [(int(c), int(b), int(n)) for c, b, n in _CANARY.findall(body)]
         foreign = [one for one in found if not owner.has(*one)]
         mine = owner.tenant is None or b"authorization: bearer sk-%d\r" % owner.tenant in head + b"\r"
-        self._count(owner, len(found), foreign, mine=mine, rewritten=_FRAME_END in body, compaction=at >= 0)
-        if at < 0:
+        self._count(owner, len(found), foreign, mine=mine, rewritten=_FRAME_END in body, compaction=is_compaction)
+        if not is_compaction:
             return answer(owner.newest), 0.0
         read = list(dict.fromkeys(found))
-        first, last = _CARRIED
-        carried = b" ".join(canary(*one) for one in (*read[:first], *read[first:][-last:]))
+        first, newest = _CARRIED
+        carried = b" ".join(canary(*one) for one in (*read[:first], *read[first:][-newest:]))
         # A model takes its time, and other requests of the conversation come meanwhile.
         return b"## Task and intent\\nGo on.\\n\\n## Decisions\\n" + carried, len(body) % _SLOWEST_MS / 1000
 

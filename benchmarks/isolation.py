@@ -41,30 +41,7 @@ _TITLE: Final = b'{"role":"system","content":"You write titles."}'
 _OPENING: Final = ("Let us begin with the list of last week.", "Go on as always.")
 _IDS: Final = ("", "", "chat-1", "chat-2", "chat-3")
 """Equal for all tenants, and for several conversations of each."""
-_WORDS: Final = [
-    "the",
-    "order",
-    "of",
-    "parts",
-    "in",
-    "this",
-    "list",
-    "goes",
-    "to",
-    "another",
-    "place",
-    "when",
-    "its",
-    "price",
-    "has",
-    "been",
-    "read",
-    "by",
-    "two",
-    "people",
-    "at",
-    "noon",
-]
+_WORDS: Final = "the order of parts in this list goes to another place when its price has been read by two people"
 _DONE: Final = (
     "requests",
     "openings",
@@ -131,12 +108,14 @@ class Clients:
         self._session = session
         self._url = url
         self._random = random.Random(seed)
+        self._words = _WORDS.split()
         self._left = requests
         self._numbers = count(1)
         self._tenants: list[list[Branch]] = [[] for _ in range(tenants)]
         self.done: Counter[str] = Counter(dict.fromkeys(_DONE, 0))
         self.errors: Counter[str] = Counter()
         self.conversations = 0
+        self.slowest_s = 0.0
 
     async def talk(self, until: float) -> None:
         """One connection: does one thing after another until all requests are sent, or the time is up."""
@@ -144,9 +123,12 @@ class Clients:
             self._say: 76, self._fork: 4, self._edit: 4, self._rewind: 3, self._regenerate: 3, self._retry: 3,
             self._at_once: 4, self._title: 2, self._abandon: 1,
         }  # fmt: skip
-        while self._left > 0 and time.monotonic() < until:  # noqa: TID251 - a benchmark is not the product
+        while self._left > 0 and time.perf_counter() < until:
             branch = self._idle()
             branch.busy = True
+            if not branch.marks:
+                await self._post(branch, branch.body(branch.turns.pop().user))
+                branch.turns.append(_opening(_OPENING[-1]))
             (what,) = self._random.choices(list(chances), list(chances.values()))
             await what(branch)
             branch.busy = False
@@ -164,9 +146,7 @@ class Clients:
             return self._random.choice(idle)
         self.conversations += 1
         self.done["openings"] += 1
-        made = Branch(tenant, next(self._numbers), 0, self._random.choice(_IDS), [])
-        for text in _OPENING:
-            made.turns.append(Said(None, _user(text.encode()), _assistant(OPENING_ANSWER)))
+        made = Branch(tenant, next(self._numbers), 0, self._random.choice(_IDS), [_opening(text) for text in _OPENING])
         live.append(made)
         return made
 
@@ -174,7 +154,7 @@ class Clients:
         """A new canary, and the user message that carries it and says what is its conversation's own."""
         mark = (branch.number, branch.said)
         branch.said += 1
-        words = " ".join(self._random.choices(_WORDS, k=self._random.randint(20, 70))).encode()
+        words = " ".join(self._random.choices(self._words, k=self._random.randint(20, 70))).encode()
         mine = own(branch.tenant, branch.conversation, ranges([*branch.marks, mark]))
         return mark, _user(b"%b %b %b" % (canary(branch.conversation, *mark), words, mine))
 
@@ -259,15 +239,24 @@ class Clients:
         headers = {"Authorization": f"Bearer sk-{branch.tenant}", "Content-Type": "application/json"}
         if branch.id:
             headers["x-session-id"] = branch.id
+        at = body.rfind(b"own=")
+        if at >= 0:
+            headers["x-own"] = body[at : body.index(b";", at) + 1].decode()
+        began = time.perf_counter()
         try:
             async with self._session.post(self._url, data=body, headers=headers) as reply:
                 await reply.read()
         except aiohttp.ClientError as error:
             self.errors[type(error).__name__] += 1
             return False
+        self.slowest_s = max(self.slowest_s, time.perf_counter() - began)
         if reply.status != 200:
             self.errors[str(reply.status)] += 1
         return reply.status == 200
+
+
+def _opening(text: str) -> Said:
+    return Said(None, _user(text.encode()), _assistant(OPENING_ANSWER))
 
 
 def _user(text: bytes) -> bytes:
@@ -299,10 +288,13 @@ class Ran:
         shown = {
             "requests of clients": done["requests"],
             "requests per second": round(done["requests"] / self.seconds),
+            "slowest request in ms": round(self.clients.slowest_s * 1000),
             "conversations": self.clients.conversations,
             **{name: done[name] for name in _DONE[2:]},
             "compaction calls": judged["compactions"],
-            "compactions committed": self._sum("warmfold_compactions_total", 'outcome="committed"'),
+            "checkpoints made": sum(
+                self._sum("warmfold_compactions_total", f'outcome="{word}"') for word in ("committed", "made")
+            ),
             "turns with a checkpoint": judged["rewritten"],
             "lookups without the store": self._sum("warmfold_recalls_total", 'outcome="out"'),
             "steps that failed open": self._sum("warmfold_steps_failed_total", ""),
@@ -318,19 +310,20 @@ class Ran:
 
 
 async def _run(given: argparse.Namespace, provider: str, proxy: Warmfold) -> Ran:
-    until = time.monotonic() + given.minutes * 60  # noqa: TID251
+    until = time.perf_counter() + given.minutes * 60
     before = await asyncio.to_thread(_judged, provider)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await _planted(session, provider, before)
         before = await asyncio.to_thread(_judged, provider)
         clients = Clients(session, f"{proxy.base_url}/chat/completions", given.tenants, given.seed, given.requests)
-        began = time.monotonic()  # noqa: TID251
-        saying = asyncio.create_task(_say_how_far(clients, provider, given.requests, before))  # noqa: TID251
-        async with asyncio.TaskGroup() as group:
-            for _ in range(given.connections):
-                group.create_task(clients.talk(until))
-        seconds = time.monotonic() - began  # noqa: TID251
-        saying.cancel()
+        began = time.perf_counter()
+        async with asyncio.TaskGroup() as around:
+            saying = around.create_task(_say_how_far(clients, provider, given.requests, before))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(given.connections):
+                    group.create_task(clients.talk(until))
+            seconds = time.perf_counter() - began
+            saying.cancel()
     after = await asyncio.to_thread(_judged, provider)
     judged = {name: number - before["seen"][name] for name, number in after["seen"].items()}
     examples = after["examples"][len(before["examples"]) :]

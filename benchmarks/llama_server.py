@@ -46,12 +46,12 @@ def weights() -> Path | None:
 
 
 class LlamaServer(Child):
-    """The server in a child process at `url`. Raises ChildFailed."""
+    """The server in a child process at `url`. `template`: the chat template it renders with. Raises ChildFailed."""
 
-    def __init__(self, *, threads: int = 1) -> None:
+    def __init__(self, *, threads: int = 1, template: Path = _TEMPLATE) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        arguments = ("--port", str(port), "--threads", str(threads))
+        arguments = ("--port", str(port), "--threads", str(threads), "--template", str(template))
         super().__init__("benchmarks.llama_server", *arguments, ready=f"{self.url}/health")
 
     def count(self, request: Mapping[str, Any]) -> int:
@@ -71,7 +71,7 @@ class LlamaServer(Child):
         return told
 
 
-def serve(port: int, threads: int) -> None:
+def serve(port: int, threads: int, template: Path = _TEMPLATE) -> None:
     """Run the server until SIGTERM or SIGINT. One slot: what one conversation leaves in the KV cache is what the next request finds."""
     import xllamacpp as llama  # noqa: PLC0415 - an extra: only the child process needs it
 
@@ -89,7 +89,7 @@ def serve(port: int, threads: int) -> None:
     params.cpuparams_batch.n_threads = threads
     params.cache_ram_mib = 1024
     params.use_jinja = True
-    params.chat_template = _TEMPLATE.read_text(encoding="utf-8")
+    params.chat_template = template.read_text(encoding="utf-8")
     # All that the model writes is text. The parser that the server derives from a template with tools answers 500 to output it cannot
     # parse, and of a model this small that is most of it.
     params.force_pure_content_parser = True
@@ -109,10 +109,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--port", type=int, default=18090, help="port (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="threads that compute (default: %(default)s)")
+    parser.add_argument("--template", type=Path, default=_TEMPLATE, help="chat template (default: one with tools)")
     given = parser.parse_args(argv)
     if reason := missing():
         raise SystemExit(reason)
-    serve(given.port, given.threads)
+    serve(given.port, given.threads, given.template)
 
 
 if __name__ == "__main__":

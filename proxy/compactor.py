@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from dataclasses import replace
 
 from proxy import clock
@@ -29,6 +28,7 @@ from proxy.core.plan import Plan, Planner, Warm
 from proxy.economy import Economy
 from proxy.job import Job, Outcome
 from proxy.metrics import Metrics
+from proxy.spare import Spare
 from proxy.store import Checkpoints
 from proxy.summariser import Sender, Summariser
 from proxy.tasks import Tasks
@@ -37,7 +37,6 @@ log = logging.getLogger("warmfold.compaction")
 
 LOCK_TTL_S = 20.0
 _POLL_S = 0.1
-_MAX_UNCOMMITTED = 256
 
 
 class Compactor:
@@ -51,7 +50,7 @@ class Compactor:
         self._flights: dict[str, asyncio.Task[Outcome]] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
-        self._uncommitted: OrderedDict[str, Checkpoint] = OrderedDict()
+        self.spare = Spare()
         self.economy = Economy()
 
     def is_busy(self, session: str) -> bool:
@@ -111,16 +110,12 @@ class Compactor:
         planner = Planner(job.warm, job.limits, job.policy)
         return await self._last_resort(job, planner, known, because, counters) or Outcome(None, because, False, None)
 
-    def uncommitted(self, session: str) -> Checkpoint | None:
-        """A checkpoint made for a session before its first turn was stored: a retry of the request that it was made for may carry it."""
-        return self._uncommitted.get(session)
-
     async def commit_later(
         self, session: SessionId, checkpoint: Checkpoint, attempt: Attempt | None, counters: Counters
     ) -> None:
         """Commit such a checkpoint, now that the session is stored."""
         if await self._store.commit(Commit(session, 0, checkpoint)):
-            self._uncommitted.pop(str(session), None)
+            self.spare.drop(session, checkpoint.id)
             if attempt is not None:
                 await self._store.note(session, replace(attempt, outcome="committed"), counters)
 
@@ -224,9 +219,7 @@ class Compactor:
         if known is None:
             attempt = replace(attempt, outcome="made")
             self._count(job, attempt)
-            self._uncommitted[str(job.warm.session)] = made
-            if len(self._uncommitted) > _MAX_UNCOMMITTED:
-                self._uncommitted.popitem(last=False)
+            self.spare.keep(job.warm.session, made)
             return Outcome(made, None, False, attempt)
         if not await self._store.commit(Commit(job.warm.session, known.version, made)):
             attempt = replace(attempt, outcome="failed", because=Because.CONFLICT, generation=0)

@@ -98,11 +98,12 @@ class Journey:
         if talk.mode is Mode.OBSERVE or self._forwarder.is_unrewritten(talk):
             return Route(rewrite.as_sent(found.request), self._note(talk))
         applied = rewrite.applicable(talk.recalled, found.chain, found.preamble)
-        made = self._compactor.uncommitted(talk.name)
-        if applied is None and made is not None:
-            applied = rewrite.applicable(Recalled(None, 0, own=made), found.chain, found.preamble)
+        spare = self._compactor.spare.of(found.query.tenant, found.query.root)
+        unsaved = rewrite.applicable(Recalled(None, 0, foreign=spare), found.chain, found.preamble) if spare else None
+        if unsaved is not None and (applied is None or applied.k < unsaved.k):
+            applied = unsaved
         routed = rewrite.route(found.request, found.preamble_length, applied)
-        route = Route(routed, self._note(talk), made if made is not None and applied is made else None)
+        route = Route(routed, self._note(talk), unsaved if applied is unsaved else None)
         return await self._safely(self._guard(talk, route), "guard") or route
 
     def _note(self, talk: Talk) -> str:

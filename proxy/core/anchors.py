@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,12 @@ _PATTERNS = (
     r"[\w.+-]+@[\w-]+\.[\w.-]+",
     r"(?:[A-Za-z]:\\|\.{0,2}/)?(?:[\w.@-]+[/\\])+[\w.@-]+",
     r"\b[\w-]+\.(?:py|js|ts|tsx|go|rs|c|h|cpp|java|rb|md|toml|yaml|yml|json|sql|db|csv|txt|sh|cfg|ini|html|css|lock)\b",
+    r"\b\d{4}-\d{2}-\d{2}(?:T\d{2}:\d{2}(?::\d{2})?)?\b",
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b",
     r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7,64}\b",
     r"\b[A-Z][A-Z0-9]+(?:_[A-Z0-9]+)+\b",
     r"\b(?=[\w#-]*\d)(?=[\w#-]*[A-Za-z])[A-Za-z0-9#]+(?:[-_][A-Za-z0-9]+)+\b",
     r"\b(?=[A-Z0-9]*\d)(?=[A-Z0-9]*[A-Z])[A-Z0-9]{5,24}\b",
-    r"\b\d{4}-\d{2}-\d{2}(?:T\d{2}:\d{2}(?::\d{2})?)?\b",
     r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b",
     r"\bv?\d+\.\d+(?:\.\d+)*(?:-[\w.]+)?\b",
     r"[$€£¥]\d[\d,.]*",
@@ -48,7 +49,7 @@ _SCAN_CHARS = 200_000
 
 
 def anchors(covered: Sequence[bytes], present: str, earlier: Sequence[str], budget_tokens: int) -> tuple[str, ...]:
-    """Identifiers of the covered messages that recur or that the user stated, and that are not in `present` (summary and ledger).
+    """Identifiers of the covered messages that recur (in two of them) or that the user stated, and that are not in `present` (summary and ledger).
 
     Those an earlier checkpoint carried count as recurring. What the user said comes first, then what recurs most and latest; bare
     numbers, most of which count lines, come last.
@@ -63,12 +64,12 @@ def anchors(covered: Sequence[bytes], present: str, earlier: Sequence[str], budg
         if message is None:
             continue
         role = said.role(message)
-        for text in (said.text(message), *(arguments for _, arguments in said.calls(message))):
-            for found in _found(text):
-                counts[found] += 1
-                latest[found] = at
-                if role == "user":
-                    stated.add(found)
+        texts = (said.text(message), *(_values(arguments) for _, arguments in said.calls(message)))
+        for found in dict.fromkeys(anchor for text in texts for anchor in _found(text)):
+            counts[found] += 1
+            latest[found] = at
+            if role == "user":
+                stated.add(found)
     for anchor in earlier:
         counts[anchor] += 2
         latest.setdefault(anchor, -1)
@@ -84,6 +85,15 @@ def anchors(covered: Sequence[bytes], present: str, earlier: Sequence[str], budg
             kept.append(anchor)
             left -= cost
     return tuple(kept)
+
+
+def _values(arguments: str) -> str:
+    """What a call's arguments say, without their keys and without the escapes of JSON."""
+    read = said.parsed(arguments.encode())
+    if read is None:
+        return arguments
+    values = (v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in read.values())
+    return "\n".join(values).encode("utf-8", "replace").decode()
 
 
 def _stands_in(anchor: str, text: str) -> bool:

@@ -42,7 +42,7 @@ class _Line:
     def cut(self, limit: int) -> str:
         """At most `limit` characters of it. Further lines are indented, so that none of them can pass for what somebody else said."""
         text = " ".join(self.text.split()) if limit <= _LINE_CHARS else self.text.strip()
-        shown = text if len(text) <= limit else text[: limit - 1] + "…"
+        shown = text if len(text) <= limit else said.start(text, limit - 1) + "…"
         return f"{self.who}: " + "\n  ".join(shown.splitlines())
 
 
@@ -52,10 +52,11 @@ def summary(messages: Sequence[bytes], earlier: str, budget_tokens: int) -> Summ
     parts = [_HEAD]
     left = budget_tokens - tokens.of_text(_HEAD) - _COUNT_TOKENS
     before, omitted = _unframed(earlier)
-    if before:
-        text = _within(before, int(left * _EARLIER_SHARE) - tokens.MESSAGE_OVERHEAD)
+    if text := _within(before, int(left * _EARLIER_SHARE) - tokens.MESSAGE_OVERHEAD):
         parts.append(f"{_BEFORE}\n{text}")
         left -= tokens.of_text(text) + tokens.MESSAGE_OVERHEAD
+    elif before:
+        omitted += 1
     kept: dict[int, str] = {}
     first = next((at for at, line in enumerate(lines) if line.who == "user"), None)
     order = ([first] if first is not None else []) + [at for at in range(len(lines) - 1, -1, -1) if at != first]
@@ -83,11 +84,11 @@ def _unframed(earlier: str) -> tuple[str, int]:
 
 
 def _within(text: str, budget: int) -> str:
-    """Start and end of a text, together at most about `budget` tokens."""
+    """Start and end of a text, together at most `budget` tokens; "" where that is next to nothing."""
     if tokens.of_text(text) <= budget:
         return text
     start, end = said.ends(text, budget)
-    return f"{start} […] {end}" if start else "[…]"
+    return f"{start} […] {end}" if start else ""
 
 
 def _lines(element: bytes) -> Iterator[_Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import cast
 
@@ -12,6 +13,11 @@ Message = Mapping[str, object]
 
 _WORTH_TOKENS = 12
 """Less than that of a message is no use to anybody."""
+
+# Words of scripts that put blanks between them; others may be cut anywhere. What is longer than this is no word.
+_IN_WORD = re.compile(r"[!-~]{2}")
+_WORD_AT_END = re.compile(r"(?<![!-~])[!-~]{1,200}\Z")
+_WORD_AT_START = re.compile(r"\A[!-~]{1,200}(?![!-~])")
 
 _MARK = 4
 """Tokens of the mark that a caller puts where something is left out."""
@@ -77,13 +83,32 @@ def _call(called: object, key: str) -> Iterator[tuple[str, str]]:
         yield _sound(str(name or "")), _sound(str(arguments or ""))
 
 
+def start(text: str, chars: int) -> str:
+    """Its first characters, at most so many, without half a word at their end, unless that is all there is."""
+    found = text[:chars]
+    return (_WORD_AT_END.sub("", found) if _is_in_word(text, chars) else found).rstrip() or found
+
+
 def ends(text: str, room: int) -> tuple[str, str]:
-    """Start and end of a text that is larger than `room` tokens, together at most that many; both empty where that is next to nothing."""
+    """Start and end of a text that is larger than `room` tokens, together at most that many; both empty where that is next to nothing.
+
+    Neither ends inside a word: half a path or half a number would be a wrong one.
+    """
     if room < _WORTH_TOKENS:
         return "", ""
     keep = len(text)
-    while (
-        size := tokens.of_text(text[: keep * 2 // 3]) + tokens.of_text(text[len(text) - keep // 3 :]) + _MARK
-    ) > room:
+    while (size := sum(tokens.of_text(part) for part in _thirds(text, keep)) + _MARK) > room:
         keep = min(keep * room // size, keep - 1 - keep // 16)
-    return text[: keep * 2 // 3].rstrip(), text[len(text) - keep // 3 :].lstrip()
+    _, end = _thirds(text, keep)
+    if _is_in_word(text, len(text) - len(end)):
+        end = _WORD_AT_START.sub("", end)
+    return start(text, keep * 2 // 3), end.lstrip()
+
+
+def _thirds(text: str, chars: int) -> tuple[str, str]:
+    """So many of its characters: two thirds at the start, one at the end."""
+    return text[: chars * 2 // 3], text[len(text) - chars // 3 :]
+
+
+def _is_in_word(text: str, at: int) -> bool:
+    return 0 < at < len(text) and bool(_IN_WORD.fullmatch(text[at - 1 : at + 1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from proxy.demo.prefix_cache import Chain, PrefixCache
 from proxy.demo.provider import SimulatedProvider
 from proxy.demo.refusal import Refusal
 from proxy.demo.settings import Settings
-from proxy.demo.summariser import Summariser
 from proxy.demo.template import body_tokens, render
 from proxy.demo.validation import Strictness, fault
 from tests.journeys.player import Answered, elements, is_extension, playing
@@ -38,15 +37,17 @@ FRAME = b"<checkpoint_summary"
 class Played:
     """One conversation in one window.
 
-    `errors`: what a client got that a provider without a limit would not have answered. `refused`: requests of ours that the provider did not take for
-    their shape, rewritten ones and compactions. `orphaned`: calls or results that a rewrite parted. `altered`: messages of a tail or
-    a preamble that did not arrive as they were sent. `extended`: of the compaction calls those that are a routed request and one more message.
-    `processed`: prompt tokens that the provider had not cached, compactions included. `passed`: largest prompt that a client's turn made.
+    `applied`: turns that carried a checkpoint, and `checkpoints` which ones. `errors`: what a client got that a provider without a limit
+    would not have answered. `refused`: requests of ours that the provider did not take, rewritten ones for their shape, compactions for whatever
+    reason. `orphaned`: calls or results that a rewrite parted. `altered`: messages of a tail or a preamble that did not arrive as they were
+    sent. `extended`: of the compaction calls those that are a routed request and one more message. `processed`: prompt tokens that
+    the provider had not cached, compactions included.
     """
 
     window: int
     turns: int = 0
     applied: int = 0
+    checkpoints: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     orphaned: list[str] = field(default_factory=list)
@@ -54,7 +55,6 @@ class Played:
     compactions: int = 0
     extended: int = 0
     processed: int = 0
-    last: bytes = b""
 
     @property
     def faults(self) -> list[str]:
@@ -106,24 +106,32 @@ class Lenient(SimulatedProvider):
         return None if call.request is not None else super()._refusal(call)
 
 
+class LlamaCpp(SimulatedProvider):
+    """Answers 500 where a chat template raises. Source: xllamacpp 2026.10, and ggml-org/llama.cpp issue 19851."""
+
+    def _refusal(self, call: Call) -> Refusal | None:
+        found = super()._refusal(call)
+        if found is None or found.type == "invalid_request_error":
+            return found
+        where = "\n------------\nWhile executing CallExpression at line 4, column 9 in source:\n"
+        return Refusal(f"{where}Error: Jinja Exception: {found.message}", None, 500, 500, "server_error")
+
+
 async def play(
     steps: Sequence[Step],
     window: int,
     tmp: Path,
     *,
     spell: Spelled | None = None,
-    strictness: Strictness | None = Strictness.OPENAI,
-    summariser: Summariser | None = None,
+    strictness: Strictness = Strictness.OPENAI,
+    server: type[SimulatedProvider] = SimulatedProvider,
     **flags: object,
 ) -> Played:
-    """Each step's request in turn, each when all is quiet. `strictness` None: a provider that takes any shape."""
+    """Each step's request in turn, each when all is quiet."""
     settings = {"compaction__max_context_tokens": window, "compaction__when": "after_turn", **flags}
-    known = Settings(window_tokens=window, strictness=strictness or Strictness.OPENAI)
-    if summariser is not None:
-        known = replace(known, summariser=summariser)
     played = Played(window)
     async with (
-        Lenient(known) if strictness is None else SimulatedProvider(known) as provider,
+        server(Settings(window_tokens=window, strictness=strictness)) as provider,
         playing(tmp, provider, **settings) as player,
     ):
         sent: list[bytes] = []
@@ -136,26 +144,30 @@ async def play(
             await player.settled()
             provider.next_reply = None
             calls = provider.calls[before:]
-            _judge(played, body, got, calls, fault(step.request, strictness) if strictness else None)
+            _judge(played, body, got, calls, None if server is Lenient else fault(step.request, strictness))
             played.processed += sum(call.new for call in calls if call.status == 200)
         _judge_compactions(played, provider.calls, sent)
     return played
 
 
-def direct(steps: Sequence[Step]) -> int:
-    """Prompt tokens that a provider without a limit, and with the same cache, processes for the same requests."""
+def direct(steps: Sequence[Step]) -> list[tuple[int, int]]:
+    """What a provider without a limit counts when it gets the same requests, each: tokens of the prompt, and those of them not cached.
+
+    A request that it refuses whatever its length counts (0, 0).
+    """
     cache = PrefixCache()
-    processed = 0
+    counted = []
     for step in steps:
         if fault(step.request) is not None:
+            counted.append((0, 0))
             continue
         tokens = render(step.request)
         chain = Chain(b"", tokens)
-        processed += len(tokens) - cache.cached(chain)
+        counted.append((len(tokens), len(tokens) - cache.cached(chain)))
         if step.reply is not None:
             chain.extend(body_tokens(step.reply))
         cache.store(chain)
-    return processed
+    return counted
 
 
 def _judge(played: Played, body: bytes, got: Answered, calls: Sequence[Call], refusal: Refusal | None) -> None:
@@ -167,14 +179,13 @@ def _judge(played: Played, body: bytes, got: Answered, calls: Sequence[Call], re
             played.errors.append(f"{at}: {got.status} {got.body[:200]!r}")
         return
     for call in calls:
-        # Status 0: the client that asked has gone. 500: a summariser that is dead on purpose.
-        if call.status in (400, 422) and (call.is_compaction or (call.raw != body and not _was_too_long(call))):
+        if call.status != 200 and (call.is_compaction or (call.raw != body and not _was_too_long(call))):
             what = "a compaction request" if call.is_compaction else "a rewritten request"
             played.refused.append(f"{at}: {what} of {call.prompt_tokens} tokens was refused")
     turn = next(call for call in calls if not call.is_compaction and call.status == 200)
-    played.last = turn.raw
     if "x-warmfold-checkpoint" in got.headers:
         played.applied += 1
+        played.checkpoints.add(got.headers["x-warmfold-checkpoint"])
         _judge_rewrite(played, at, body, turn.raw, int(got.headers["x-warmfold-covered"]))
     elif turn.raw != body:
         played.altered.append(f"{at}: no checkpoint, but other bytes")
@@ -198,6 +209,8 @@ def _judge_rewrite(played: Played, at: str, body: bytes, sent: bytes, covered: i
     spliced = _facts(tail[0]).role == "user"
     if rest[1:] != (tail[1:] if spliced else tail) or not _is_checkpoint(rest[0], tail[0] if spliced else None):
         played.altered.append(f"{at}: the tail is not what the client sent")
+    if spliced and _facts(tail[0]).answers:
+        played.orphaned.append(f"{at}: text in front of a result, which has to come first")
     spoken = told[preamble:]
     for cut in {place - preamble, covered} - {0}:
         if cut not in region.legal_cuts(spoken):
@@ -219,10 +232,8 @@ def _is_checkpoint(element: bytes, original: bytes | None) -> bool:
     if original is None:
         return set(message) == {"role", "content"}
     before = json.loads(original)
-    if isinstance(content, str):
-        kept = first.endswith("\n\n" + before["content"])
-    else:
-        kept = content[1:] == before["content"]
+    told = before["content"]
+    kept = first.endswith(f"\n\n{told}") if isinstance(content, str) else content[1:] == told
     return kept and message.keys() == before.keys() and _is_insertion(element, original)
 
 

@@ -185,6 +185,30 @@ def _orphans(at: int) -> Iterator[Message]:
         yield calling(f"lost_{at:09d}")
 
 
+def _abandoned(at: int) -> Iterator[Message]:
+    """Every call has the same id, and every second one is given up by its user before there is a result."""
+    yield user(at, 50)
+    yield calling("call_000000000")
+    yield user((at, "stop"), 20)
+    yield calling("call_000000000")
+    yield result("call_000000000", at, 60)
+    yield assistant(at, 40)
+
+
+def _late(at: int) -> Iterator[Message]:
+    """Tools that run for long: user and assistant talk on before the results are there."""
+    a, b = f"call_a{at:08d}", f"call_b{at:08d}"
+    yield user(at, 40)
+    yield calling(a, b)
+    yield result(a, (at, a), 30)
+    yield user((at, "meanwhile"), 30)
+    yield assistant((at, "meanwhile"), 20)
+    yield user((at, "and"), 10)
+    yield assistant((at, "and"), 10)
+    yield result(b, (at, b), 30)
+    yield assistant(at, 30)
+
+
 def _without_ids(at: int) -> Iterator[Message]:
     """Calls and results that no id connects, as some servers give them."""
     yield user(at, 50)
@@ -201,6 +225,9 @@ def _tool_parts(at: int) -> Iterator[Message]:
     yield {"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]}
     found = {"type": "tool_result", "tool_use_id": f"toolu_{at}", "content": prose(("result", at), 90)}
     yield {"role": "user", "content": [found]}
+    if at % 2:
+        yield assistant(at, 40)
+        yield {"role": "user", "content": [{**found, "tool_use_id": f"gone_{at}"}, {"type": "text", "text": "Go on."}]}
     yield assistant(at, 40)
 
 
@@ -369,6 +396,8 @@ TALKS: Mapping[str, Talk] = {
     "repeated ids": Talk(_spoken(_repeated), _AGENT),
     "legacy functions": Talk(_spoken(_legacy), {"functions": [tool["function"] for tool in TOOLS]}),
     "results without calls": Talk(_spoken(_orphans), _AGENT, accepted=False),
+    "calls given up": Talk(_spoken(_abandoned), _AGENT, accepted=False),
+    "late results": Talk(_spoken(_late), _AGENT, accepted=False),
     "calls without ids": Talk(_spoken(_without_ids), _AGENT, accepted=False),
     "calls as parts": Talk(_spoken(_tool_parts), _AGENT, accepted=False),
     "300 calls in one user turn": Talk(_one_turn(), _AGENT),

@@ -12,9 +12,10 @@ import pytest
 
 from proxy.demo.provider import SimulatedProvider
 from proxy.demo.summariser import Dead, GenericProse, IdealSummariser, Summariser
+from proxy.demo.template import render
 from proxy.demo.validation import Strictness
 from tests.core.build import limits
-from tests.journeys.played import FRAME, Played, play, small_window
+from tests.journeys.played import FRAME, Lenient, LlamaCpp, Played, play, small_window
 from tests.journeys.player import Answered, Player, elements, playing
 from tests.journeys.talks import SYSTEM, TALKS, Message, Talk, assistant, calling, giants, prose, result, user
 from tests.strategies import spelled
@@ -24,37 +25,65 @@ CONSTRAINT = "never touch prod.db"
 TASK = f"Rebuild the order import. While you do, {CONSTRAINT}; deliver the report as CSV."
 
 
-def _good(played: Played, talk: Talk) -> None:
-    """Nothing of what must not be; compacted, and not at every turn."""
+def _good(played: Played) -> None:
+    """Nothing of what must not be; compacted, and of use to the turns that followed."""
     assert played.faults == []
+    assert played.compactions > 0
     assert played.applied > 0
-    assert 0 < played.compactions <= played.turns // 3 + 2, "a compaction pays only if turns follow that carry it"
+    # The last may come too late for a turn to carry it, and a first request may take two passes.
+    assert played.compactions <= len(played.checkpoints) + 2, "each is paid for turns that carry its checkpoint"
+    assert played.compactions <= played.turns // 3 + 2
 
 
-@pytest.mark.parametrize("name", TALKS)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def _server(talk: Talk) -> type[SimulatedProvider]:
+    return SimulatedProvider if talk.accepted else Lenient
+
+
+STREAMED = ("chat", "tools", "legacy functions", "thoughts", "prefill", "results without calls", "unknown fields")
+"""Streams differ in how an answer is read, and each kind of answer is here."""
+
+
+@pytest.mark.parametrize(
+    ("name", "stream"),
+    [*((name, False) for name in TALKS), *((name, True) for name in STREAMED)],
+)
 async def test_a_conversation_of_any_shape_outlives_its_window(name: str, stream: bool, tmp_path: Path) -> None:
     talk = TALKS[name]
-    if stream and len(talk.messages) > 400:
-        pytest.skip("the same code, and five seconds")
     steps = talk.steps(stream=stream)
     played = await play(
         steps,
         max(LEAST_WINDOW, small_window(steps, 1 / 3)),
         tmp_path,
-        strictness=Strictness.OPENAI if talk.accepted else None,
+        server=_server(talk),
         compaction__when="next_turn" if stream else "after_turn",
     )
-    _good(played, talk)
+    _good(played)
 
 
-@pytest.mark.parametrize("name", ["tools", "repeated ids", "users in a row", "thoughts", "results without calls"])
-async def test_the_summariser_that_reads_its_region_alone(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tools", "users in a row", "results without calls"])
+@pytest.mark.parametrize(
+    "flags", [{"compaction__replay_scope": "region"}, {"compaction__keep_head_messages": 5}], ids=["region", "head"]
+)
+async def test_so_it_does_with_other_settings(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    """A summariser that reads its region alone; few-shot examples in front of the checkpoint."""
     talk = TALKS[name]
     steps = talk.steps()
-    rules = Strictness.OPENAI if talk.accepted else None
     window = max(LEAST_WINDOW, small_window(steps, 1 / 3))
-    _good(await play(steps, window, tmp_path, strictness=rules, compaction__replay_scope="region"), talk)
+    _good(await play(steps, window, tmp_path, server=_server(talk), **flags))
+
+
+async def test_a_client_that_writes_the_start_of_each_answer_pays_for_no_more_compactions_than_another(
+    tmp_path: Path,
+) -> None:
+    """What it wrote there is replaced by the whole answer in its next request: a summariser must not have read it."""
+    messages = [SYSTEM, *(message for at in range(45) for message in (user(at, 120), assistant(at, 60)))]
+    made = {}
+    for prefilled in (False, True):
+        steps = Talk(messages, prefilled=prefilled).steps()
+        played = await play(steps, 6000, tmp_path / str(prefilled))
+        assert played.faults == []
+        made[prefilled] = played.compactions
+    assert made[True] <= made[False] + 1
 
 
 async def test_requests_that_a_provider_refuses_are_refused_in_its_own_words_and_the_others_go_on(
@@ -93,11 +122,11 @@ def _oddly(request: Mapping[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("spell", [_indented, _escaped, _oddly])
-@pytest.mark.parametrize("name", ["cache marks", "parallel calls", "unknown fields"])
+@pytest.mark.parametrize("name", ["cache marks", "unknown fields"])
 async def test_a_client_that_writes_its_json_in_its_own_way(name: str, spell: Any, tmp_path: Path) -> None:
     steps = TALKS[name].steps()
     window = max(LEAST_WINDOW, small_window(steps, 1 / 3))
-    _good(await play(steps, window, tmp_path, spell=spell), TALKS[name])
+    _good(await play(steps, window, tmp_path, spell=spell))
 
 
 @pytest.mark.parametrize("window", [3000, 6000])
@@ -115,30 +144,31 @@ def _sizes(steps: Sequence[Any]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("strictness", "name"),
+    ("strictness", "name", "scope"),
     [
-        (Strictness.MISTRAL, "tools"),
-        (Strictness.MISTRAL, "parallel calls"),
-        (Strictness.MISTRAL, "chat"),
-        (Strictness.ALTERNATING, "chat"),
-        (Strictness.ALTERNATING, "no system"),
-        (Strictness.ALTERNATING, "thoughts in chat"),
+        (Strictness.MISTRAL, "tools", "warm"),
+        (Strictness.MISTRAL, "thoughts", "region"),
+        (Strictness.ALTERNATING, "chat", "warm"),
+        (Strictness.ALTERNATING, "no system", "region"),
     ],
 )
-@pytest.mark.parametrize("scope", ["warm", "region"])
-async def test_a_strict_template_is_refused_once_at_most(
-    strictness: Strictness, name: str, scope: str, tmp_path: Path
+@pytest.mark.parametrize("server", [SimulatedProvider, LlamaCpp])
+async def test_a_strict_template_is_given_what_it_takes(
+    strictness: Strictness, name: str, scope: str, server: type[SimulatedProvider], tmp_path: Path
 ) -> None:
     """What it does not take in one shape it is given in another, and from then on in that one."""
     steps = TALKS[name].steps()
     window = max(LEAST_WINDOW, small_window(steps, 1 / 3))
-    played = await play(steps, window, tmp_path, strictness=strictness, compaction__replay_scope=scope)
+    played = await play(steps, window, tmp_path, strictness=strictness, server=server, compaction__replay_scope=scope)
     assert [fault for fault in played.faults if "a compaction request" not in fault] == []
     assert len(played.refused) <= 2
     assert played.applied > 0
+    assert played.compactions > len(played.refused)
 
 
 # A long conversation in a small window
+
+SMALL = {"compaction__max_context_tokens": 4096, "compaction__when": "after_turn"}
 
 
 class Client:
@@ -172,8 +202,11 @@ class Client:
         return await self.player.admin(f"/sessions/{self.session}")
 
 
-@pytest.mark.parametrize("window", [2048, 3000, 4096])
-@pytest.mark.parametrize("summariser", [IdealSummariser(), GenericProse()], ids=["ideal", "prose"])
+@pytest.mark.parametrize(
+    ("window", "summariser"),
+    [(2048, IdealSummariser()), (3000, GenericProse()), (4096, IdealSummariser())],
+    ids=["2048", "3000", "4096"],
+)
 async def test_200_turns_in_a_small_window(window: int, summariser: Summariser, tmp_path: Path) -> None:
     """And after each compaction the next prompt is below the soft watermark, or the journal says why it is not."""
     soft = limits(window).soft
@@ -204,7 +237,7 @@ async def test_200_turns_in_a_small_window(window: int, summariser: Summariser, 
 async def test_a_summariser_that_is_dead_for_good_costs_the_client_nothing(tmp_path: Path) -> None:
     async with (
         SimulatedProvider(window_tokens=4096, summariser=Dead(500)) as provider,
-        playing(tmp_path, provider, compaction__max_context_tokens=4096, compaction__when="after_turn") as player,
+        playing(tmp_path, provider, **SMALL) as player,
     ):
         client = Client(player)
         await client.say(f"{TASK} {prose('task', 60)}")
@@ -226,7 +259,7 @@ def _last_routed(provider: SimulatedProvider) -> str:
 async def test_a_rule_that_was_stated_once_is_still_there_after_five_checkpoints_of_prose(tmp_path: Path) -> None:
     async with (
         SimulatedProvider(window_tokens=4096, summariser=GenericProse()) as provider,
-        playing(tmp_path, provider, compaction__max_context_tokens=4096, compaction__when="after_turn") as player,
+        playing(tmp_path, provider, **SMALL) as player,
     ):
         client = Client(player)
         await client.say("Please look at the import job. " + prose("start", 40))
@@ -242,21 +275,24 @@ async def test_a_rule_that_was_stated_once_is_still_there_after_five_checkpoints
         assert CONSTRAINT not in str(provider.compactions[-1].answer)
 
 
-async def test_first_contact_with_a_history_of_four_windows(tmp_path: Path) -> None:
-    """Agents with a history of their own come by for the first time: tool calls, and the task far back."""
-    window = 4096
-    messages = [SYSTEM, {"role": "user", "content": TASK}]
-    at = 0
+@pytest.mark.parametrize(
+    ("windows", "scope"),
+    [(4, "warm"), (4, "region"), (12, "warm")],
+    ids=["4 windows", "4 windows, region", "12 windows, more than the passes can take in"],
+)
+async def test_first_contact_with_a_long_history(windows: int, scope: str, tmp_path: Path) -> None:
+    """An agent with a history of its own comes by for the first time: tool calls, and the task far back."""
     async with (
-        SimulatedProvider(window_tokens=window) as provider,
-        playing(tmp_path, provider, compaction__max_context_tokens=window) as player,
+        SimulatedProvider(window_tokens=4096) as provider,
+        playing(tmp_path, provider, **SMALL, compaction__replay_scope=scope) as player,
     ):
-        while sum(len(str(message.get("content")).split()) for message in messages) < 4 * window:
-            at += 1
-            messages += [calling(f"call_{at:09d}"), result(f"call_{at:09d}", at, 60)]
-            messages += [assistant(at, 30), user(at, 40)] if at % 5 == 0 else []
         client = Client(player)
-        client.messages = messages
+        client.messages.append({"role": "user", "content": TASK})
+        at = 0
+        while len(render({**client.members, "messages": client.messages})) < windows * 4096:
+            at += 1
+            client.messages += [calling(f"call_{at:09d}"), result(f"call_{at:09d}", at, 60)]
+            client.messages += [assistant(at, 30), user(at, 40)] if at % 5 == 0 else []
         got = await client.send(assistant("first"))
         assert got.headers["x-warmfold-compaction"] == "inline"
         passes = len(provider.compactions)
@@ -271,13 +307,10 @@ async def test_first_contact_with_a_history_of_four_windows(tmp_path: Path) -> N
 # What an operator does
 
 
-FAST = {"compaction__max_context_tokens": 4096, "compaction__when": "after_turn"}
-
-
 async def test_after_an_undo_the_earlier_checkpoint_applies_again_and_soft_compaction_rests(tmp_path: Path) -> None:
     async with (
         SimulatedProvider(window_tokens=4096) as provider,
-        playing(tmp_path, provider, **FAST, compaction__debounce_turns=4) as player,
+        playing(tmp_path, provider, **SMALL, compaction__debounce_turns=4) as player,
     ):
         client = Client(player)
         turn = 0
@@ -345,7 +378,7 @@ async def test_conversations_of_all_shapes_at_once(tmp_path: Path) -> None:
     names = [name for name in names if name in TALKS]
     async with (
         SimulatedProvider(window_tokens=4096) as provider,
-        playing(tmp_path, provider, **FAST) as player,
+        playing(tmp_path, provider, **SMALL) as player,
     ):
 
         async def client(name: str, mark: str) -> None:

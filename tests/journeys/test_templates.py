@@ -10,8 +10,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +29,7 @@ from tests.core.build import Policy, checkpoint, limits, read
 from tests.journeys.talks import TALKS, Talk
 
 FOLDER = Path(__file__).parents[1] / "templates"
-PLAIN = ("chatml_tools", "llama3_tools", "mistral", "gemma")
+PLAIN = ("chatml_tools", "llama3_tools", "mistral", "gemma", "chatml_alternating")
 THOUGHTFUL = ("qwen3", "deepseek")
 """They show thoughts only behind the last user message."""
 
@@ -39,7 +37,7 @@ TOOLS_LAST = "mistral_tools_last"
 """It declares the tools in front of the last user message."""
 
 NAMES = (*PLAIN, *THOUGHTFUL, TOOLS_LAST)
-AT_MOST = 34
+AT_LEAST, AT_MOST = 12, 34
 """Messages of a conversation that is cut in every place."""
 
 Request = Mapping[str, Any]
@@ -102,7 +100,7 @@ def _refusal(name: str, request: Request) -> str:
 
 def _requests(talk: Talk) -> Iterator[dict[str, Any]]:
     """Requests of middle length that end on different roles."""
-    found = [step.request for step in talk.steps() if len(step.request["messages"]) <= AT_MOST]
+    found = [step.request for step in talk.steps() if AT_LEAST <= len(step.request["messages"]) <= AT_MOST]
     ends = {json.dumps([m["role"] for m in request["messages"][-2:]]): request for request in found}
     yield from ends.values()
 
@@ -136,15 +134,16 @@ def test_the_templates_take_what_they_are_known_to_take() -> None:
     }
     assert takes["chatml_tools"] == set(TALKS)
     assert takes["qwen3"] == set(TALKS)
-    assert takes["deepseek"] >= agents | chats | orders
+    assert takes["deepseek"] >= agents | (chats - {"refusals"}) | orders
     assert takes["llama3_tools"] >= {"tools", "names"} | chats | orders
     assert not takes["llama3_tools"] & {"parallel calls", "repeated ids"}
     assert takes["mistral"] >= agents | (chats - {"refusals"})
     assert takes[TOOLS_LAST] >= agents | (chats - {"refusals"})
     assert takes["gemma"] >= chats - {"refusals"}
-    for name in ("mistral", "gemma", TOOLS_LAST):
-        assert not takes[name] & (orders - {"developer"})
-    assert not takes["gemma"] & agents
+    assert takes["chatml_alternating"] >= chats
+    for name in ("mistral", "gemma", "chatml_alternating", TOOLS_LAST):
+        assert not takes[name] & orders
+    assert not (takes["gemma"] | takes["chatml_alternating"]) & agents
 
 
 # A request with a checkpoint
@@ -190,7 +189,7 @@ def _regions(conversation: Conversation) -> Iterator[tuple[int, int]]:
 # The request that asks for a checkpoint
 
 
-def _shaped(warm: Warm, name: str, scope: Scope, span: tuple[int, int]) -> tuple[dict[str, Any], Plan]:
+def _shaped(warm: Warm, name: str, scope: Scope, span: tuple[int, int]) -> tuple[dict[str, Any], Shape]:
     """The compaction request in the first shape that a template takes, in the order in which a compaction tries them."""
     refusals = []
     for shape in (Shape.ANSWER, Shape.PLAIN, Shape.BRIDGED):
@@ -199,8 +198,31 @@ def _shaped(warm: Warm, name: str, scope: Scope, span: tuple[int, int]) -> tuple
         request = json.loads(found.replay.body)
         refusals.append(_refusal(name, request))
         if not refusals[-1]:
-            return request, found
+            return request, shape
     raise AssertionError(f"{name} takes no shape: {refusals}")
+
+
+@pytest.mark.parametrize(
+    ("name", "talk", "answer", "needed"),
+    [
+        ("chatml_tools", "tools", None, {Shape.ANSWER}),
+        ("llama3_tools", "tools", None, {Shape.ANSWER}),
+        ("deepseek", "thoughts", None, {Shape.ANSWER}),
+        ("mistral", "tools", "Done.", {Shape.ANSWER}),
+        ("mistral", "tools", None, {Shape.BRIDGED}),
+        ("gemma", "chat", "Done.", {Shape.ANSWER}),
+        ("gemma", "chat", None, {Shape.BRIDGED}),
+        ("gemma", "prefill", None, {Shape.ANSWER}),
+    ],
+)
+def test_which_shape_is_needed(name: str, talk: str, answer: str | None, needed: set[Shape]) -> None:
+    """A plain instruction is refused by strict templates behind a result or a user message: there the bridge is of use."""
+    found = set()
+    for request in _requests(TALKS[talk]):
+        conversation = read(_body(request))
+        warm = _warm(conversation, answer)
+        found.add(_shaped(warm, name, Scope.WARM, (0, region.legal_cuts(conversation.facts)[-1]))[1])
+    assert found == needed
 
 
 def _cut_short(request: Request, messages: int) -> dict[str, Any]:
@@ -254,7 +276,8 @@ def test_a_replay_of_a_request_with_a_checkpoint_begins_with_that_request(talk: 
 
 def _shared(longer: str, shorter: str) -> int:
     """Characters that both begin with."""
-    return len(commonprefix([longer, shorter]))
+    pairs = enumerate(zip(longer, shorter, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(longer), len(shorter)))
 
 
 @pytest.mark.parametrize("name", THOUGHTFUL)
