@@ -16,6 +16,7 @@ from proxy.core.model import (
     Attempt,
     Because,
     Checkpoint,
+    CheckpointRef,
     Commit,
     Counters,
     Scope,
@@ -54,8 +55,8 @@ class Compactor:
         self.economy = Economy()
 
     def is_busy(self, session: str) -> bool:
-        """Whether a compaction of this session runs or waits in this worker."""
-        return session in self._flights or session in self._waiting
+        """Whether a compaction of this session runs in this worker."""
+        return session in self._flights
 
     def later(self, job: Job, settle_s: float) -> None:
         """Compact after `settle_s`; a newer job of the session replaces one that still waits, not one that runs."""
@@ -96,12 +97,18 @@ class Compactor:
         """
         if job.counters.failures and clock.now_ms() < job.counters.not_before_ms:
             return await self._without_model(job, Because.BACKOFF)
-        left_s = timeout_s - (clock.monotonic() - self._began.get(str(job.warm.session), clock.monotonic()))
+        name = str(job.warm.session)
+        began = self._began.get(name, clock.monotonic())
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
-                return await asyncio.shield(self.start(job))
+            async with asyncio.timeout(max(0.0, timeout_s - (clock.monotonic() - began))):
+                joined = name in self._flights
+                outcome = await asyncio.shield(self.start(job))
+                if joined and outcome.checkpoint is None:
+                    # Another trigger's flight, with another trigger's rights: it failed or was not worth it. Now our own.
+                    outcome = await asyncio.shield(self.start(job))
         except TimeoutError:
             return await self._without_model(job, Because.TIMEOUT)
+        return outcome
 
     async def _without_model(self, job: Job, because: Because) -> Outcome:
         """The last resort beside a compaction that still runs, or that is not to be asked for now. It is committed only where none runs."""
@@ -136,9 +143,11 @@ class Compactor:
             if not pressing and (mine is None or known is None):
                 # Its result could not be committed: paid for and thrown away.
                 return self._ended(job, Because.STORE)
-            if known is not None and _is_superseded(known, job.warm):
+            if known is not None and (_newer(known, job.warm) or _is_undone(known, job.warm)):
                 return self._ended(job, Because.SUPERSEDED)
             shape = self._summariser.shape(job.upstream.name, job.warm.model)
+            if known is not None:
+                job = replace(job, counters=known.counters)  # as they are now, under the lock
             planner = Planner(job.warm, job.limits, job.policy, shape)
             planned = planner.plan(job.trigger, job.span)
             if isinstance(planned, Plan):
@@ -167,6 +176,7 @@ class Compactor:
                 strategy="replay",
                 made_at_ms=clock.now_ms(),
                 anyway=job.trigger is not Trigger.SOFT,
+                answer=plan.answer,
             )
         duration_ms = round((clock.monotonic() - began) * 1000)
         if isinstance(made, Rejected):
@@ -223,7 +233,7 @@ class Compactor:
             return Outcome(made, None, False, attempt)
         if not await self._store.commit(Commit(job.warm.session, known.version, made)):
             attempt = replace(attempt, outcome="failed", because=Because.CONFLICT, generation=0)
-            await self._noted(job, attempt, job.counters)
+            await self._noted(job, attempt, replace(job.counters, last_turn=job.counters.turns))
             return Outcome(made, Because.CONFLICT, False, attempt)
         if job.trigger is Trigger.SOFT:
             self.economy.made(job.warm.session.tenant, clock.monotonic())
@@ -269,26 +279,38 @@ class Compactor:
         )
 
     async def wait_elsewhere(self, warm: Warm, timeout_s: float) -> Checkpoint | None:
-        """A checkpoint that another worker is making for this session, if it comes within `timeout_s`."""
+        """A checkpoint that another worker is making for this session, if it comes within `timeout_s` and before that flight ends in vain."""
         until = clock.monotonic() + timeout_s
         while clock.monotonic() < until:
             known = await self._store.session(warm.session)
-            if known is None:
-                return None
-            if _is_superseded(known, warm):
-                newest = max((r for r in known.checkpoints if not r.dead), key=lambda r: r.generation)
+            newest = _newer(known, warm) if known is not None else None
+            if newest is not None:
                 return await self._store.checkpoint(warm.session, newest.id)
+            async with self._store.flight(warm.session, LOCK_TTL_S) as mine:
+                if mine is not False:
+                    return None
             await asyncio.sleep(_POLL_S)
         return None
 
 
-def _is_superseded(known: Session, warm: Warm) -> bool:
-    """Whether the session has a living checkpoint that covers more than the warm request carried."""
+def _newer(known: Session, warm: Warm) -> CheckpointRef | None:
+    """The session's newest living checkpoint that covers more than the warm request carried, if it is one of this request's branch."""
     covered = warm.applied.k if warm.applied else 0
-    return any(
-        not r.dead and r.k > covered and r.k <= len(warm.chain) and warm.chain[r.k - 1] == r.digest_k
-        for r in known.checkpoints
-    )
+    chain = warm.chain
+    fitting = [
+        ref
+        for ref in known.checkpoints
+        if not ref.dead
+        and covered < ref.k <= ref.seen_len <= len(chain)
+        and chain[ref.k - 1] == ref.digest_k
+        and chain[ref.seen_len - 1] == ref.seen
+    ]
+    return max(fitting, key=lambda ref: ref.generation, default=None)
+
+
+def _is_undone(known: Session, warm: Warm) -> bool:
+    """Whether the checkpoint that the warm request carries was buried since."""
+    return warm.applied is not None and any(ref.dead and ref.id == warm.applied.id for ref in known.checkpoints)
 
 
 def _attempt(

@@ -51,7 +51,8 @@ class Identifier:
 
         A compressed body is not read either, and goes out as it came.
         """
-        if not isinstance(inbound.body, bytes) or tenancy.header(inbound.headers, "content-encoding"):
+        coding = tenancy.header(inbound.headers, "content-encoding").strip().lower()
+        if not isinstance(inbound.body, bytes) or coding not in ("", "identity"):
             return None
         return self._reader.parse(inbound.body, self._id_fields)
 
@@ -91,10 +92,11 @@ class Identifier:
         """The facts of all messages. A long history that was never seen is read in pieces: nobody else's stream shall wait for it."""
         facts: list[Facts] = []
         piece = 0
+        read_before = len(known.request.messages) - 1 if known is not None else 0
         for element, fact in zip(request.messages, self._reader.facts(request, known), strict=True):
             facts.append(fact)
-            piece += len(element)
-            if known is None and piece > PIECE_BYTES:
+            piece += len(element) if len(facts) > read_before else 0
+            if piece > PIECE_BYTES:
                 piece = 0
                 await asyncio.sleep(0)
         return facts

@@ -19,7 +19,7 @@ from proxy.compactor import Compactor
 from proxy.config import Config
 from proxy.core import pressure, rewrite, turn
 from proxy.core.answer import Tap
-from proxy.core.model import Because, Recalled, Trigger
+from proxy.core.model import Because, Checkpoint, Recalled, Trigger
 from proxy.core.stream_usage import UsageFilter
 from proxy.downstream import Client
 from proxy.errors import Ended, Refused
@@ -32,6 +32,7 @@ from proxy.relay import relay
 from proxy.summariser import Sender
 from proxy.talk import Route, Talk
 from proxy.tasks import Tasks
+from proxy.upstream import Reply
 
 log = logging.getLogger("warmfold.journey")
 
@@ -84,10 +85,17 @@ class Journey:
         if route.routed.applied is not None:
             self._metrics.checkpoint_applied()
             self._compactor.economy.used(talk.lineage.id.tenant)
-        self._observer.beside(talk)
+        if reply.status == 200:
+            self._observer.beside(talk)
 
         tap = Tap(tenancy.header(reply.headers, "content-type"), tenancy.header(reply.headers, "content-encoding"))
-        ended = await relay(reply, client, tap, headers=_told(talk, route), keep=UsageFilter() if asked else None)
+        ended = await relay(
+            reply,
+            client,
+            tap,
+            headers=_told(talk, route),
+            keep=UsageFilter() if asked and _is_plain_stream(reply) else None,
+        )
         # SDKs hang up once they have read the end of a stream: whether the turn is complete is for the answer to say.
         if ended is not Ended.UPSTREAM_BROKE and reply.status == 200:
             self._tasks.spawn(self._observer.after(talk, route, tap), "after-turn")
@@ -97,14 +105,18 @@ class Journey:
         found = talk.conversation
         if talk.mode is Mode.OBSERVE or self._forwarder.is_unrewritten(talk):
             return Route(rewrite.as_sent(found.request), self._note(talk))
-        applied = rewrite.applicable(talk.recalled, found.chain, found.preamble)
+        applied = self._gate(talk, talk.recalled)
         spare = self._compactor.spare.of(found.query.tenant, found.query.root)
-        unsaved = rewrite.applicable(Recalled(None, 0, foreign=spare), found.chain, found.preamble) if spare else None
+        unsaved = self._gate(talk, Recalled(None, 0, foreign=spare)) if spare else None
         if unsaved is not None and (applied is None or applied.k < unsaved.k):
             applied = unsaved
         routed = rewrite.route(found.request, found.preamble_length, applied)
         route = Route(routed, self._note(talk), unsaved if applied is unsaved else None)
         return await self._safely(self._guard(talk, route), "guard") or route
+
+    def _gate(self, talk: Talk, candidates: Recalled | None) -> Checkpoint | None:
+        found = talk.conversation
+        return rewrite.applicable(candidates, found.chain, found.preamble, found.messages)
 
     def _note(self, talk: Talk) -> str:
         pending = talk.lineage.known is not None and talk.lineage.known.pending is not None
@@ -127,6 +139,8 @@ class Journey:
             made = outcome.checkpoint
             if made is None and outcome.because in (Because.IN_FLIGHT, Because.SUPERSEDED):
                 made = await self._compactor.wait_elsewhere(warm, until - clock.monotonic())
+            # Whoever made it: a joined flight may have been another branch's.
+            made = self._gate(talk, Recalled(None, 0, own=made))
             shorter = rewrite.route(talk.conversation.request, talk.conversation.preamble_length, made)
             if shorter.applied is None or shorter.applied.k <= (route.routed.applied.k if route.routed.applied else 0):
                 if outcome.because in (Because.NO_BOUNDARY, Because.UNSHRINKABLE):
@@ -145,6 +159,12 @@ class Journey:
             log.error("step %s failed: %s; the request goes on as it came", name, type(error).__name__)
             self._metrics.step_failed(name)
             return None
+
+
+def _is_plain_stream(reply: Reply) -> bool:
+    """Whether events can be told apart in it."""
+    coding = tenancy.header(reply.headers, "content-encoding").lower()
+    return coding in ("", "identity") and "text/event-stream" in tenancy.header(reply.headers, "content-type").lower()
 
 
 def _told(talk: Talk, route: Route) -> tuple[tuple[str, str], ...]:

@@ -119,6 +119,8 @@ class Observer:
         known = talk.lineage.known
         if known is None or known.pending is None or known.turn is None or talk.mode is Mode.OBSERVE:
             return
+        if (known.turn.upstream, known.turn.model) != (talk.upstream.name, talk.conversation.request.model):
+            return  # the conversation moved on to another model: what was warm is at another provider
         if clock.now_ms() - known.turn.finished_ms > talk.policy.cache_ttl_s * 1000 or self._compactor.is_busy(
             str(known.id)
         ):

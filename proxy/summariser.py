@@ -107,7 +107,7 @@ class Summariser:
             self._metrics.compaction_retried(Because.STATUS)
             reading, plan = await self._ask(job, other), other
             if not reading.refused:
-                if len(self._shapes) < _MAX_SHAPES:
+                if isinstance(reading.verdict, Summary) and len(self._shapes) < _MAX_SHAPES:
                     self._shapes[job.upstream.name, job.warm.model] = shape
                 break
         return reading, plan

@@ -34,7 +34,12 @@ class Talk:
 
     def estimate(self, applied: Checkpoint | None) -> int:
         """Tokens of the routed prompt, corrected by what the provider counted for this session before."""
-        return round(conversations.weight(self.conversation, applied) * self.factor)
+        weight = conversations.weight(self.conversation, applied)
+        turn = self.lineage.known.turn if self.lineage.known is not None else None
+        if turn is None or turn.usage.prompt is None or turn.applied != (applied.id if applied else None):
+            return round(weight * self.factor)
+        # What was counted stays counted; only what came since is estimated.
+        return max(0, turn.usage.prompt + round((weight - turn.weight) * self.factor))
 
     @property
     def name(self) -> str:
@@ -44,7 +49,9 @@ class Talk:
     def job(self, warm: Warm, trigger: Trigger, used: int | None) -> Job:
         """A compaction of this conversation, by the client's own route and credential. `used`: what the window held."""
         counters = replace(self.lineage.counters, turns=self.lineage.counters.turns + 1)
-        return Job(warm, trigger, self.limits, self.policy, self.upstream, self.inbound, counters, used)
+        return Job(
+            warm, trigger, self.limits, self.policy, self.upstream, replace(self.inbound, body=None), counters, used
+        )
 
 
 @dataclass(frozen=True, slots=True)

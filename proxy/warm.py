@@ -15,7 +15,7 @@ async def stored_warm(store: Checkpoints, session: Session) -> Warm | None:
     applied = None
     if session.turn.applied is not None:
         applied = await store.checkpoint(session.id, session.turn.applied)
-        if applied is None:
+        if applied is None or applied.ref.dead:
             return None
     bodies = await store.bodies(session.id, turn.needed(session, applied))
     return None if bodies is None else turn.warm_from_store(session, applied, bodies)

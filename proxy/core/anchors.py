@@ -44,7 +44,8 @@ _RUN = re.compile(r"[^\s\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]{3,
 _QUOTES = '`"“”「」『』 '
 _MAX_CHARS = 120
 _MAX_CANDIDATES = 2000
-_SCAN_CHARS = 200_000
+_SCAN_CHARS = 20_000
+_REGION_CHARS = 400_000
 """Of one message: what recurs does so early, and a log of megabytes must not hold up the loop."""
 
 
@@ -59,15 +60,18 @@ def anchors(covered: Sequence[bytes], present: str, earlier: Sequence[str], budg
     counts: Counter[str] = Counter()
     latest: dict[str, int] = {}
     stated: set[str] = set()
-    for at, element in enumerate(covered):
-        message = said.parsed(element)
+    scanned = 0
+    # The newest first: of a huge region the oldest part goes without, since all this holds up the loop.
+    for at, element in reversed(tuple(enumerate(covered))):
+        message = said.parsed(element) if scanned < _REGION_CHARS else None
         if message is None:
             continue
+        scanned += min(len(element), _SCAN_CHARS)
         role = said.role(message)
         texts = (said.text(message), *(_values(arguments) for _, arguments in said.calls(message)))
         for found in dict.fromkeys(anchor for text in texts for anchor in _found(text)):
             counts[found] += 1
-            latest[found] = at
+            latest[found] = max(at, latest.get(found, -1))
             if role == "user":
                 stated.add(found)
     for anchor in earlier:

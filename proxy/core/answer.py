@@ -10,12 +10,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import brotli
 import orjson
+import zstandard
 
 from proxy.core.model import Usage
 
-MAX_KEPT_BYTES = 8 * 1024 * 1024
-"""More of an answer is not read: usage is then unknown. A long answer has 100k tokens, in chunks of about 60 bytes each."""
+MAX_KEPT_BYTES = 32 * 1024 * 1024
+"""More of an answer is not read: usage is then unknown. 100k tokens are a chunk of about 300 bytes each."""
 
 _MAX_COUNT = 1_000_000_000
 """More tokens than any window has: a number beyond it counts something else."""
@@ -76,6 +78,10 @@ def _plain(data: bytes, encoding: str) -> bytes | None:
     """The decoded body; None for a coding we do not read, a broken or a bloated one."""
     if encoding in ("", "identity"):
         return data
+    if encoding == "br":
+        return _brotli(data)
+    if encoding == "zstd":
+        return _zstd(data)
     if encoding not in ("gzip", "x-gzip", "deflate"):
         return None
     try:
@@ -84,6 +90,24 @@ def _plain(data: bytes, encoding: str) -> bytes | None:
     except zlib.error:
         return None
     return None if inflater.unconsumed_tail else plain
+
+
+def _brotli(data: bytes) -> bytes | None:
+    inflater = brotli.Decompressor()
+    try:
+        plain: bytes = inflater.process(data, output_buffer_limit=MAX_KEPT_BYTES)
+        return plain if inflater.is_finished() else None
+    except brotli.error:
+        return None
+
+
+def _zstd(data: bytes) -> bytes | None:
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=MAX_KEPT_BYTES).stream_reader(data) as reader:
+            plain = reader.read(MAX_KEPT_BYTES + 1)
+    except zstandard.ZstdError:
+        return None
+    return None if len(plain) > MAX_KEPT_BYTES else plain
 
 
 def read_whole(data: bytes, *, want_text: bool) -> Answer:

@@ -249,6 +249,11 @@ def explicit(value: str) -> str:
     return _name(hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=10).digest()) if value else ""
 
 
+def answer(text: str) -> Digest:
+    """The name of an answer's text; clients may change the white space of what they send back, not the words."""
+    return hashlib.blake2b(" ".join(text.split()).encode("utf-8", "replace"), digest_size=16).digest()
+
+
 def checkpoint_id(session: str, generation: int, text: str) -> str:
     """A checkpoint's name: the same for the same text in the same place."""
     seed = f"{session}\x00{generation}\x00{text}".encode("utf-8", "replace")

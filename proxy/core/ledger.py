@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
+from functools import lru_cache
 
 from proxy.core import said, tokens
 from proxy.core.model import Said
@@ -69,7 +70,7 @@ _SHORT_CHARS = 200
 
 _CUT = " […] "
 _CUT_TOKENS = 4
-_SCAN_CHARS = 20_000
+_SCAN_CHARS = 10_000
 
 
 def ledger(covered: Sequence[bytes], position: int, earlier: Sequence[Said], budget_tokens: int) -> tuple[Said, ...]:
@@ -124,7 +125,13 @@ def broken(text: str) -> str:
 
 def states_constraint(text: str) -> bool:
     """Whether a text says what must hold later on."""
-    return _CONSTRAINT.search(_ends(text)) is not None
+    return _constrains(_ends(text))
+
+
+@lru_cache(maxsize=1024)
+def _constrains(text: str) -> bool:
+    # Asked several times for the same message; half a millisecond each for a long one.
+    return _CONSTRAINT.search(text) is not None
 
 
 def _ends(text: str) -> str:

@@ -83,6 +83,7 @@ class Plan:
     prompt: int
     expected_new: int
     limits: Limits
+    answer: bytes | None = None
 
 
 BLOCK_TOKENS = 32
@@ -209,18 +210,20 @@ class Planner:
         text = self.settings.summary_prompt or replay.instruction(
             warm.facts[at] if at < len(warm.facts) else None, scope
         )
+        between = self._between(scope, read_to)
         built = replay.build(
             warm.head,
             messages,
             warm.tail,
-            answer=self._between(scope, read_to),
+            answer=between,
             text=text,
             output_tokens=max(16, min(limits.output, limits.window.tokens - asked)),
             keep_response_format=self.settings.keep_response_format,
             output_key=self.output_key,
         )
         new = round(tokens.of_text(text) * warm.factor) + tokens.MESSAGE_OVERHEAD + unseen + BLOCK_TOKENS
-        return Plan(chosen, scope, read_to, built, asked, new, limits)
+        read_answer = between if between is not None and between is warm.answer else None
+        return Plan(chosen, scope, read_to, built, asked, new, limits, read_answer)
 
     def _between(self, scope: Scope, read_to: int) -> bytes | None:
         """The assistant message in front of the instruction, if any."""

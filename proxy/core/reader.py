@@ -22,6 +22,9 @@ MAX_BYTES = 64 * 1024 * 1024
 _KEY_BYTES = (65_536, 8_192, 1_024)
 """Requests are looked up by how they start: conversations with a long common opening are told apart by the longer keys."""
 
+_MESSAGE_BYTES = 600
+"""What the objects of one message take besides its bytes."""
+
 _BUCKET = 16
 """So many conversations with the same start are compared; beyond that the oldest is read anew next time."""
 
@@ -76,7 +79,7 @@ class Reader:
         number, self._next = self._next, self._next + 1
         key = _start(request.body, next(size for size in _KEY_BYTES if size <= length))
         self._known[number] = _Known(replace(conversation, request=replace(request, body=b"")), length, key)
-        self._bytes += length
+        self._bytes += length + _MESSAGE_BYTES * len(request.messages)
         bucket = self._buckets.setdefault(key, [])
         bucket.append(number)
         if len(bucket) > _BUCKET:
@@ -103,7 +106,7 @@ class Reader:
 
     def _drop(self, number: int) -> None:
         known = self._known.pop(number)
-        self._bytes -= known.length
+        self._bytes -= known.length + _MESSAGE_BYTES * len(known.conversation.request.messages)
         bucket = self._buckets[known.key]
         bucket.remove(number)
         if not bucket:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.core import jsonslice
+from proxy.core import fingerprint, jsonslice, said
 from proxy.core.jsonslice import NotSliceable
 from proxy.core.model import Checkpoint, Digest, Recalled
 from proxy.core.openai import ChatRequest
@@ -33,27 +33,40 @@ def as_sent(request: ChatRequest) -> Routed:
     return Routed(request.body, request.messages, None)
 
 
-def applicable(recalled: Recalled | None, chain: Sequence[Digest], preamble: Digest) -> Checkpoint | None:
+def applicable(
+    recalled: Recalled | None, chain: Sequence[Digest], preamble: Digest, messages: Sequence[bytes] | None = None
+) -> Checkpoint | None:
     """The checkpoint for this request: its own session's, else one of another session with an equal preamble.
 
-    The store looked it up by digest; what it brought is judged here once more, since a wrong one would hand text to a stranger.
+    This is the one gate between a checkpoint and a request, wherever it comes from: a wrong one would hand text to a stranger. `messages` are
+    the conversation's: one whose summariser also read the answer that followed goes only to a request that goes on from that answer.
     """
     if recalled is None:
         return None
-    if recalled.own is not None and _covers(recalled.own, chain):
+    if recalled.own is not None and _covers(recalled.own, chain, messages):
         return recalled.own
     for checkpoint in recalled.foreign:
-        if checkpoint.ref.preamble == preamble and _covers(checkpoint, chain):
+        if checkpoint.ref.preamble == preamble and _covers(checkpoint, chain, messages):
             return checkpoint
     return None
 
 
-def _covers(checkpoint: Checkpoint, chain: Sequence[Digest]) -> bool:
+def _covers(checkpoint: Checkpoint, chain: Sequence[Digest], messages: Sequence[bytes] | None) -> bool:
     """Whether covered and seen prefix are this request's, with at least one message left for the tail."""
     ref = checkpoint.ref
     if ref.dead or not 0 <= ref.from_ < ref.k < len(chain) or not ref.k <= ref.seen_len <= len(chain):
         return False
-    return chain[ref.k - 1] == ref.digest_k and chain[ref.seen_len - 1] == ref.seen
+    if chain[ref.k - 1] != ref.digest_k or chain[ref.seen_len - 1] != ref.seen:
+        return False
+    return messages is None or not checkpoint.answer or _goes_on_from(checkpoint.answer, messages[ref.seen_len :])
+
+
+def _goes_on_from(answer: Digest, behind: Sequence[bytes]) -> bool:
+    """Whether what follows begins with this answer: it was not regenerated, edited or left out."""
+    message = said.parsed(behind[0]) if behind else None
+    return (
+        message is not None and said.role(message) == "assistant" and fingerprint.answer(said.text(message)) == answer
+    )
 
 
 def route(request: ChatRequest, preamble_length: int, checkpoint: Checkpoint | None) -> Routed:

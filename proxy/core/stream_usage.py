@@ -39,6 +39,9 @@ def asking(body: bytes) -> bytes | None:
     return jsonslice.join_members(body, [*kept, b'"stream_options":' + asked + space])
 
 
+MAX_EVENT_BYTES = 256 * 1024
+
+
 class UsageFilter:
     """Withholds the one event that only carries usage (its `choices` are empty). Every other byte passes as it came.
 
@@ -47,23 +50,29 @@ class UsageFilter:
 
     def __init__(self) -> None:
         self._open = b""
+        self._searched = 0
 
     def feed(self, chunk: bytes) -> bytes:
         """What of the stream may leave now."""
         data = self._open + chunk
         out: list[bytes] = []
         at = 0
-        while end := _EVENT_END.search(data, at):
+        # Not again where it was searched before; an end may lie across the joint.
+        while end := _EVENT_END.search(data, max(at, self._searched - 3)):
             event = data[at : end.end()]
             if not _is_usage_only(event):
                 out.append(event)
             at = end.end()
         self._open = data[at:]
+        self._searched = len(self._open)
+        if len(self._open) > MAX_EVENT_BYTES:
+            # No usage chunk is that long: let it go as it comes.
+            out.append(self.rest())
         return b"".join(out)
 
     def rest(self) -> bytes:
         """What is left when the stream is over."""
-        left, self._open = self._open, b""
+        left, self._open, self._searched = self._open, b"", 0
         return left
 
 

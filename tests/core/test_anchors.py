@@ -260,15 +260,20 @@ class _Spy:
 
 
 def test_words_are_scanned_one_by_one_and_only_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps are bounded whatever comes: at most 200,000 characters of a message, in words of at most 120."""
+    """The steps are bounded whatever comes: so many characters of a message, in words of at most 120, and so many of a region."""
     word, phrase = _Spy(anchors._WORD), _Spy(anchors._PHRASE)
     monkeypatch.setattr(anchors, "_WORD", word)
     monkeypatch.setattr(anchors, "_PHRASE", phrase)
     text = "a-1/" * 200_000 + " " + "b-2/c " * 100_000
     assert _anchors([user(text), user("c-3 " + "-1" * 70 + " " + "d4" * 60)]) == ("c-3",)
-    assert max(phrase.lengths) == 200_000
+    assert max(phrase.lengths) == anchors._SCAN_CHARS
     assert max(word.lengths) == 120
-    assert sum(word.lengths) <= 2 * 200_000
+    assert sum(word.lengths) <= 2 * anchors._SCAN_CHARS
+    phrase.lengths.clear()
+    last = user("WUNA5K")
+    assert _anchors([*[user(text)] * 100, last]) == ("WUNA5K",)
+    assert sum(phrase.lengths) <= anchors._REGION_CHARS + anchors._SCAN_CHARS
+    assert len(phrase.lengths) < 100
 
 
 def test_candidates_are_bounded() -> None:

@@ -264,7 +264,7 @@ def test_of_constraints_that_have_no_room_the_oldest_and_the_newest_stay() -> No
 
 def test_the_first_message_takes_half_at_most_and_keeps_start_end_and_rules() -> None:
     filler = "The log says that the service went on with the next order in its list. "
-    text = f"Here is what I found. {filler * 200}Never touch prod.db. {filler * 200}Now find out why it fails, please."
+    text = f"Here is what I found. {filler * 40}Never touch prod.db. {filler * 40}Now find out why it fails, please."
     task, rule = _ledger([user(text), user("Always answer in English.")], 400)
     assert (task.kind, rule.text) == (Kind.TASK, "Always answer in English.")
     assert 150 <= tokens.of_text(task.text) + OVERHEAD <= 200
@@ -289,14 +289,23 @@ def test_sentences_with_constraints_are_kept_of_messages_too_long() -> None:
         "绝不要修改日志。",
         "Only one retry?",
     ]
-    text = "".join(f"{filler * 30}{rule} " for rule in rules) + filler * 30
+    text = "".join(f"{filler * 24}{rule} " for rule in rules) + filler * 24
     found = _ledger([user("Go on."), user(text)], 800)
     assert found[1].text == " […] ".join(rules)
 
 
+def test_a_message_that_is_pasted_data_is_searched_in_front_and_behind() -> None:
+    """What the user says of it stands there; the middle of megabytes is not read, since all else would wait for it."""
+    data = "The order went through. " * 40_000
+    text = f"Never change the data below. {data}It must not be read. {data}Always ask before you write."
+    (_, found) = _ledger([user("Go on."), user(text)], 400)
+    assert found.kind == Kind.CONSTRAINT
+    assert found.text == "Never change the data below. […] Always ask before you write."
+
+
 def test_a_full_stop_inside_a_word_ends_no_sentence() -> None:
     rule = "You must not open prod.db, www.example.com/a.html or v1.2.3 at 12.30 p.m"
-    (_, found) = _ledger([user("Go on."), user(f"{'So it went. ' * 400}{rule}\n{'So it went. ' * 400}")], 400)
+    (_, found) = _ledger([user("Go on."), user(f"{'So it went. ' * 200}{rule}\n{'So it went. ' * 200}")], 400)
     assert found.text == rule
 
 

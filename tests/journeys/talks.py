@@ -12,7 +12,7 @@ from tests.recorded import Step
 
 Message = dict[str, Any]
 
-TURNS = 24
+TURNS = 20
 _WORDS = [
     "the",
     "service",

@@ -91,6 +91,7 @@ class Scene:
 
     player: Player
     provider: SimulatedProvider
+    window: int
     sent: list[Sent] = field(default_factory=list)
 
     async def post(self, line: str, body: dict[str, Any] | bytes, **headers: str) -> Answered:
@@ -128,7 +129,9 @@ class Scene:
         return found
 
     def check(self) -> None:
-        """Nothing reached the provider that this client had not sent; each compaction is one of the line's own turns and one more message."""
+        """Nothing reached the provider that this client had not sent, and nothing that does not fit; each compaction is one of the line's own turns
+        and one more message.
+        """
         for call in self.provider.calls:
             sent = self.told(call)
             known = canaries(sent.body)
@@ -137,6 +140,7 @@ class Scene:
                 live = [s.body for s in self.sent if s.line == sent.line and same_parameters(call.raw, s.body)]
                 assert is_extension(call.raw, turns, live)
                 known |= canaries("".join(s.answer for s in self.sent if s.line == sent.line).encode())
+            assert call.prompt_tokens <= self.window, f"{call.prompt_tokens} tokens for {sent.line}"
             assert canaries(call.raw) <= known, f"foreign to {sent.line}: {canaries(call.raw) - known}"
 
 
@@ -160,7 +164,7 @@ async def scene(
         }
         running = await start(Config(**chosen))
         try:
-            played = Scene(Player(running, simulated, http), simulated)
+            played = Scene(Player(running, simulated, http), simulated, window)
             yield played
             await played.player.settled()
             played.check()

@@ -94,7 +94,7 @@ async def test_equal_requests_at_both_replicas_make_one_compaction(tmp_path: Pat
                         **body,
                         "messages": [
                             *body["messages"],
-                            {"role": "assistant", "content": "x"},
+                            {"role": "assistant", "content": answers[0].json["choices"][0]["message"]["content"]},
                             {"role": "user", "content": "y"},
                         ],
                     }

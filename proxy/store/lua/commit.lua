@@ -16,7 +16,8 @@ if new.generation ~= tonumber(values[AT.generation]) + 1 then
 end
 local refs = refs_in(values[AT.refs])
 for i = #refs, 1, -1 do
-  if refs[i].dead == 0 then
+  -- One of a branch that the session no longer has covers other messages.
+  if refs[i].dead == 0 and chain_at(lineage, refs[i].k) == refs[i].digest_k then
     if new.k <= refs[i].k then
       return 'order'
     end

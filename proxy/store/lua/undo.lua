@@ -36,5 +36,6 @@ if #others > 0 then
 else
   redis.call('DEL', ending)
 end
-redis.call('HSET', base .. 's:' .. lineage, 'refs', packed(refs), 'version', tonumber(values[AT.version]) + 1, 'last', values[AT.turns])
+redis.call('HSET', base .. 's:' .. lineage, 'refs', packed(refs), 'version', tonumber(values[AT.version]) + 1, 'last', values[AT.turns],
+  'pending', '', 'since', '')
 return 1
