@@ -96,21 +96,21 @@ class Compactor:
         It outlives a caller that gives up: whoever comes next for this session joins it. While failures back off nobody is asked.
         """
         if job.counters.failures and clock.now_ms() < job.counters.not_before_ms:
-            return await self._without_model(job, Because.BACKOFF)
+            return await self.without_model(job, Because.BACKOFF)
         name = str(job.warm.session)
         began = self._began.get(name, clock.monotonic())
         try:
             async with asyncio.timeout(max(0.0, timeout_s - (clock.monotonic() - began))):
                 joined = name in self._flights
                 outcome = await asyncio.shield(self.start(job))
-                if joined and outcome.checkpoint is None:
-                    # Another trigger's flight, with another trigger's rights: it failed or was not worth it. Now our own.
+                if joined and not _is_for(outcome.checkpoint, job.warm):
+                    # Another trigger's flight with another trigger's rights, or another branch's: now our own.
                     outcome = await asyncio.shield(self.start(job))
         except TimeoutError:
-            return await self._without_model(job, Because.TIMEOUT)
+            return await self.without_model(job, Because.TIMEOUT)
         return outcome
 
-    async def _without_model(self, job: Job, because: Because) -> Outcome:
+    async def without_model(self, job: Job, because: Because) -> Outcome:
         """The last resort beside a compaction that still runs, or that is not to be asked for now. It is committed only where none runs."""
         known = None if self.is_busy(str(job.warm.session)) else await self._store.session(job.warm.session)
         counters = replace(job.counters, last_turn=job.counters.turns)
@@ -306,6 +306,15 @@ def _newer(known: Session, warm: Warm) -> CheckpointRef | None:
         and chain[ref.seen_len - 1] == ref.seen
     ]
     return max(fitting, key=lambda ref: ref.generation, default=None)
+
+
+def _is_for(made: Checkpoint | None, warm: Warm) -> bool:
+    """Whether a checkpoint is one of this request's branch, and covers more than it carries already."""
+    if made is None:
+        return False
+    ref, chain = made.ref, warm.chain
+    on_chain = ref.seen_len <= len(chain) and chain[ref.k - 1] == ref.digest_k and chain[ref.seen_len - 1] == ref.seen
+    return on_chain and ref.k > (warm.applied.k if warm.applied else 0)
 
 
 def _is_undone(known: Session, warm: Warm) -> bool:

@@ -126,7 +126,7 @@ class Journey:
         """Compact before forwarding where the request would not fit: as many passes as it takes, within inline_timeout_s."""
         until = clock.monotonic() + talk.policy.inline_timeout_s
         requested = talk.conversation.request.requested_output
-        for _ in range(talk.policy.max_passes):
+        for number in range(talk.policy.max_passes + 1):
             estimate = talk.estimate(route.routed.applied)
             left_s = until - clock.monotonic()
             if not pressure.must_compact(estimate, requested, talk.limits) or left_s <= 0:
@@ -135,7 +135,10 @@ class Journey:
                 talk.lineage.id, talk.conversation, route.routed, talk.lineage.known, talk.factor
             )
             job = talk.job(warm, Trigger.GUARD, estimate)
-            outcome = await self._compactor.inline(job, left_s)
+            if number < talk.policy.max_passes:
+                outcome = await self._compactor.inline(job, left_s)
+            else:
+                outcome = await self._compactor.without_model(job, Because.NO_ROOM)
             made = outcome.checkpoint
             if made is None and outcome.because in (Because.IN_FLIGHT, Because.SUPERSEDED):
                 made = await self._compactor.wait_elsewhere(warm, until - clock.monotonic())

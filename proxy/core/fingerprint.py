@@ -17,6 +17,7 @@ from proxy.core import tokens
 from proxy.core.model import ByteHash, Digest, Facts
 
 _OPENING_CHARS = 60
+_ANSWER_CHARS = 32
 _MARKS = frozenset({"cache_control"})
 """Where providers are told to cache. Clients move these marks to the newest message on every turn: no change of meaning."""
 
@@ -249,9 +250,9 @@ def explicit(value: str) -> str:
     return _name(hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=10).digest()) if value else ""
 
 
-def answer(text: str) -> Digest:
-    """The name of an answer's text; clients may change the white space of what they send back, not the words."""
-    return hashlib.blake2b(" ".join(text.split()).encode("utf-8", "replace"), digest_size=16).digest()
+def answer(text: str) -> str:
+    """How an answer starts, white space aside: what tells it from another one, and survives what clients do to the rest."""
+    return " ".join(text[: _ANSWER_CHARS * 4].split())[:_ANSWER_CHARS]
 
 
 def checkpoint_id(session: str, generation: int, text: str) -> str:

@@ -133,7 +133,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What stands for a region. `answer` names the answer that its summariser read behind what the client had sent, if it did.
+    """What stands for a region. `answer`: how the answer starts that its summariser read behind what the client had sent, if it did.
 
     `frame` is the text of the checkpoint message exactly as it is sent, the same bytes on every turn.
     """
@@ -150,7 +150,7 @@ class Checkpoint:
     scope: Scope
     strategy: str
     made_at_ms: int
-    answer: Digest = b""
+    answer: str = ""
 
     @property
     def id(self) -> str:

@@ -61,12 +61,16 @@ def _covers(checkpoint: Checkpoint, chain: Sequence[Digest], messages: Sequence[
     return messages is None or not checkpoint.answer or _goes_on_from(checkpoint.answer, messages[ref.seen_len :])
 
 
-def _goes_on_from(answer: Digest, behind: Sequence[bytes]) -> bool:
-    """Whether what follows begins with this answer: it was not regenerated, edited or left out."""
+def _goes_on_from(answer: str, behind: Sequence[bytes]) -> bool:
+    """Whether what follows may be that answer: it was not left out, and it is no other text (regenerated, edited).
+
+    Clients change what they send back (they drop a refusal, rename thoughts, trim), so only another opening tells another answer.
+    """
     message = said.parsed(behind[0]) if behind else None
-    return (
-        message is not None and said.role(message) == "assistant" and fingerprint.answer(said.text(message)) == answer
-    )
+    if message is None or said.role(message) != "assistant":
+        return False
+    sent_back = fingerprint.answer(said.text(message))
+    return sent_back.startswith(answer) or answer.startswith(sent_back)
 
 
 def route(request: ChatRequest, preamble_length: int, checkpoint: Checkpoint | None) -> Routed:

@@ -193,10 +193,14 @@ def _routed_hash(around: Iterable[ByteHash], entries: Entries, applied: Checkpoi
 
 
 def warm_after(session: SessionId, conversation: Conversation, routed: Routed, done: Forwarded, factor: float) -> Warm:
-    """The request that the provider has just answered, for a replay."""
-    return _live(
-        session, conversation, routed, factor, end=len(conversation.facts), answer=done.answer, prompt=done.usage.prompt
-    )
+    """The request that the provider has just answered, for a replay.
+
+    Without a prefill at its end: the client will send the whole answer in its place, so nothing may depend on it.
+    """
+    prefill = conversation.facts[-1].role == "assistant" and len(conversation.facts) > 1
+    end = len(conversation.facts) - prefill
+    prompt = None if prefill else done.usage.prompt
+    return _live(session, conversation, routed, factor, end=end, answer=done.answer, prompt=prompt)
 
 
 def warm_from_live(

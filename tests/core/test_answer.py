@@ -11,7 +11,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import brotli
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -313,11 +315,17 @@ def test_a_stream_that_breaks_off_is_complete_only_behind_its_finish(answer: dic
         assert _tapped(cut).finish == answer["finish"]
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP", " gzip ", "deflate"])
+def _packed(plain: bytes, encoding: str) -> bytes:
+    packers = {"deflate": zlib.compress, "br": brotli.compress, "zstd": zstandard.ZstdCompressor().compress}
+    packed: bytes = packers.get(encoding.strip().lower(), gzip.compress)(plain)
+    return packed
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "x-gzip", "GZIP", " gzip ", "deflate", "br", "zstd"])
 @given(answer=ANSWERS, data=st.data())
 def test_a_compressed_answer(encoding: str, answer: dict[str, Any], data: st.DataObject) -> None:
     plain = _sse(*_as_stream(answer))
-    packed = zlib.compress(plain) if encoding == "deflate" else gzip.compress(plain)
+    packed = _packed(plain, encoding)
     assert _tapped(packed, data.draw(pieces(packed)), encoding=encoding) == _tapped(plain)
 
 
@@ -325,12 +333,17 @@ def _bombs() -> Iterator[Any]:
     plain = _sse(_delta("x", finish="stop"))
     packed = gzip.compress(plain)
     yield pytest.param(packed, "gzip, gzip", id="two codings")
-    yield pytest.param(packed, "br", id="another coding")
+    yield pytest.param(packed, "br", id="says brotli and is not")
+    yield pytest.param(packed, "zstd", id="says zstd and is not")
+    yield pytest.param(_packed(plain, "br")[:-3], "br", id="broken brotli")
+    yield pytest.param(_packed(plain, "zstd")[:9], "zstd", id="broken zstd")
+    yield pytest.param(_packed(b" " * (MAX_KEPT_BYTES + 1), "br"), "br", id="a bomb of brotli")
+    yield pytest.param(_packed(b" " * (MAX_KEPT_BYTES + 1), "zstd"), "zstd", id="a bomb of zstd")
     yield pytest.param(plain, "x-foo", id="an unknown coding")
     yield pytest.param(plain, "gzip", id="says gzip and is not")
     yield pytest.param(packed[:5] + b"\xff" * 9, "gzip", id="broken gzip")
     yield pytest.param(gzip.compress(b" " * (MAX_KEPT_BYTES + 1)), "gzip", id="a bomb")
-    yield pytest.param(gzip.compress(plain + b"\n" * 10 * MAX_KEPT_BYTES), "gzip", id="an answer with a bomb behind it")
+    yield pytest.param(gzip.compress(plain + b"\n" * 2 * MAX_KEPT_BYTES), "gzip", id="an answer with a bomb behind it")
     yield pytest.param(plain + b"\n" * MAX_KEPT_BYTES, "", id="more than is kept")
 
 
@@ -357,7 +370,7 @@ FRAGMENTS = (b"data:", b"\n", b"\r", b'{"choices":[', b"{}", b"]}", b'"usage":',
 @given(
     st.binary(max_size=200) | st.lists(st.sampled_from(FRAGMENTS)).map(b"".join),
     st.sampled_from((SSE, "application/json", "", "text/plain")),
-    st.sampled_from(("", "identity", "gzip", "deflate", "br", "gzip,gzip")),
+    st.sampled_from(("", "identity", "gzip", "deflate", "br", "zstd", "gzip,gzip")),
     st.booleans(),
 )  # fmt: skip
 def test_no_bytes_make_it_raise(data: bytes, kind: str, encoding: str, text: bool) -> None:

@@ -144,7 +144,7 @@ async def play(
             await player.settled()
             provider.next_reply = None
             calls = provider.calls[before:]
-            _judge(played, body, got, calls, None if server is Lenient else fault(step.request, strictness))
+            _judge(played, body, got, calls, None if server is Lenient else fault(json.loads(body), strictness))
             played.processed += sum(call.new for call in calls if call.status == 200)
         _judge_compactions(played, provider.calls, sent)
     return played

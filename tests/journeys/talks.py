@@ -62,10 +62,10 @@ _WORDS = [
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 _TOOL = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
-TOOLS: Sequence[Message] = (
+TOOLS: list[Message] = [
     {"type": "function", "function": {"name": "read_file", "description": "Return a file.", "parameters": _TOOL}},
     {"type": "function", "function": {"name": "list_dir", "description": "Return what is in it.", "parameters": _TOOL}},
-)
+]
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,6 @@ def gossip(request: Request) -> Summary:
     return Summary(Answer(text=f"## Task and intent\nGo on.\n\n## State of the work\n{carried}"))
 
 
-def discreet(request: Request) -> Summary:
-    """The same without the newest answer, as it was asked for."""
-    *read, _, instruction = request["messages"]
-    return gossip({**request, "messages": [*read, instruction]})
-
-
 class Talker:
     """A model that marks each answer."""
 
@@ -499,22 +493,27 @@ async def test_an_edit_behind_the_covered_part_keeps_the_checkpoint_only_if_its_
 
 
 async def test_the_same_request_again_is_the_same_turn(tmp_path: Path) -> None:
-    """Retries, one after the other and all at once, below and above the watermark."""
-    async with scene(tmp_path, provider={"summariser": Slow(0.05, discreet)}) as at:
+    """Retries, one after the other and all at once, below and above the watermark. Each answer replaces the one before."""
+    async with scene(tmp_path, provider={"summariser": Slow(0.05, gossip)}) as at:
         line = Line(at, "main")
         while not at.provider.turns or at.provider.turns[-1].prompt_tokens < 0.7 * WINDOW:
             await line.say()
         line.messages.append(user(line.text(300)))
-        await asyncio.gather(*(line.send(settle=False) for _ in range(8)))
-        await at.player.settled()
-        for _ in range(5):
-            await line.send()
+        at_once = [line.send(settle=False) for _ in range(8)]
+        for answers in (await asyncio.gather(*at_once), [await line.send() for _ in range(6)]):
+            replaced = canaries("".join(assistant(got)["content"] for got in answers).encode())
+            await at.player.settled()
+        line.messages.append(assistant(answers[-1]))
+        replaced -= canaries(line.messages[-1]["content"].encode())
+        for _ in range(4):
+            await line.say()
         assert len(line.names) == 1
-        assert len(at.provider.compactions) == 1
+        assert 1 <= len(at.provider.compactions) <= 2
+        assert covered(line.seen[-1])
+        assert not shown(at.provider.turns[-4:], replaced)
         state = await at.session(line.names[0])
-        assert state["messages"] == len(line.messages) - 1
-        assert state["generation"] == 1
-        assert len({call.raw for call in at.provider.turns[-5:]}) == 1
+        assert state["messages"] == len(line.messages) - 2
+        assert state["generation"] == len(at.provider.compactions)
 
 
 async def test_a_regenerated_answer_replaces_the_old_one_for_good(tmp_path: Path) -> None:
@@ -530,6 +529,21 @@ async def test_a_regenerated_answer_replaces_the_old_one_for_good(tmp_path: Path
             await line.say()
         assert len(line.names) == 1
         assert not shown(at.provider.turns[-5:], discarded)
+
+
+@pytest.mark.parametrize("when", ["after_turn", "next_turn"])
+async def test_a_client_that_sends_answers_back_in_other_words_is_compacted_all_the_same(
+    tmp_path: Path, when: str
+) -> None:
+    """Clients cut answers, strip marks and citations, translate. What a summariser has read of them is then not what the client says."""
+    async with scene(tmp_path, compaction__when=when) as at:
+        line = Line(at, "main")
+        for turn in range(40):
+            await line.say()
+            line.messages[-1]["content"] = f"(Answer {turn}, shortened)"
+        assert len(line.names) == 1
+        assert covered(line.seen[-1])
+        assert 1 <= len(at.provider.compactions) <= 8
 
 
 async def test_a_history_cut_back_to_an_early_turn_goes_on_without_what_came_later(tmp_path: Path) -> None:
@@ -756,7 +770,8 @@ def _named(line: Line, kind: tuple[str, str], id_: str) -> Line:
 async def test_equal_conversations_with_ids_of_their_own_are_sessions_of_their_own(
     tmp_path: Path, kind: tuple[str, str]
 ) -> None:
-    async with scene(tmp_path, provider={"summariser": Slow(0.1, discreet)}) as at:
+    always = {"summariser": Slow(0.1, gossip), "answerer": lambda request, tokens: Answer(text="Done.")}
+    async with scene(tmp_path, provider=always) as at:
         one, two = _named(Line(at, "same"), kind, "one"), _named(Line(at, "same"), kind, "two")
         for _ in range(3):
             await one.say()

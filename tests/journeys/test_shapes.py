@@ -18,6 +18,7 @@ from tests.core.build import limits
 from tests.journeys.played import FRAME, Lenient, LlamaCpp, Played, play, small_window
 from tests.journeys.player import Answered, Player, elements, playing
 from tests.journeys.talks import SYSTEM, TALKS, Message, Talk, assistant, calling, giants, prose, result, user
+from tests.recorded import Step
 from tests.strategies import spelled
 
 LEAST_WINDOW = 2048
@@ -372,28 +373,39 @@ async def test_a_middle_region_by_hand(tmp_path: Path) -> None:
         assert FRAME in sent[1]
 
 
-async def test_conversations_of_all_shapes_at_once(tmp_path: Path) -> None:
-    """Ten clients of one tenant beside each other: none gets what another one said."""
-    names = ["chat", "tools", "parallel calls", "legacy functions", "users in a row", "thoughts", "names", "marks"]
-    names = [name for name in names if name in TALKS]
+async def test_eight_clients_at_once(tmp_path: Path) -> None:
+    """Each sends its next request the moment it has its answer: what follows a turn runs beside the next one. None gets another's words."""
     async with (
         SimulatedProvider(window_tokens=4096) as provider,
         playing(tmp_path, provider, **SMALL) as player,
     ):
 
-        async def client(name: str, mark: str) -> None:
-            talk = TALKS[name]
-            for step in talk.steps():
-                messages = [*step.request["messages"]]
-                first = next(at for at, message in enumerate(messages) if message["role"] == "user")
-                messages[first] = {"role": "user", "content": f"My word is {mark}: never forget it."}
-                got = await player.post({**step.request, "messages": messages})
-                assert got.status == 200, (name, got.body)
+        async def client(mark: str) -> None:
+            messages = [SYSTEM]
+            for turn in range(30):
+                messages.append(
+                    {"role": "user", "content": f"My word is {mark}: never tell. " + prose((mark, turn), 90)}
+                )
+                got = await player.post({"model": "demo-model", "messages": messages})
+                assert got.status == 200, (mark, turn, got.body)
+                messages.append({"role": "assistant", "content": got.json["choices"][0]["message"]["content"]})
 
-        await asyncio.gather(*(client(name, f"mark-{at}") for at, name in enumerate(names)))
+        await asyncio.gather(*(client(f"mark-{at}") for at in range(8)))
         await player.settled()
         for call in provider.calls:
             assert call.status == 200
-            words = {f"mark-{at}" for at in range(len(names)) if f"mark-{at}:".encode() in call.raw}
-            assert len(words) <= 1
-        assert len(provider.compactions) >= len(names) - 2
+            assert sum(f"mark-{at}:".encode() in call.raw for at in range(8)) == 1
+        assert len(provider.compactions) >= 8
+
+
+@pytest.mark.parametrize("name", ["chat", "tools", "thoughts in chat"])
+@pytest.mark.parametrize("window", [2048, 4096])
+async def test_a_client_that_rewrites_each_answer_it_got(name: str, window: int, tmp_path: Path) -> None:
+    """What comes back as the answer is other text than the provider's own: shortened, translated, its thoughts cut out."""
+    steps = [
+        Step(step.request, {**step.reply, "content": f"Well: {step.reply['content']}"} if step.reply else None)
+        for step in TALKS[name].steps()
+    ]
+    played = await play(steps, window, tmp_path)
+    assert played.faults == []
+    assert played.applied > 0

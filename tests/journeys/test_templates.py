@@ -212,7 +212,7 @@ def _shaped(warm: Warm, name: str, scope: Scope, span: tuple[int, int]) -> tuple
         ("mistral", "tools", None, {Shape.BRIDGED}),
         ("gemma", "chat", "Done.", {Shape.ANSWER}),
         ("gemma", "chat", None, {Shape.BRIDGED}),
-        ("gemma", "prefill", None, {Shape.ANSWER}),
+        ("gemma", "prefill", None, {Shape.BRIDGED}),
     ],
 )
 def test_which_shape_is_needed(name: str, talk: str, answer: str | None, needed: set[Shape]) -> None:
@@ -229,21 +229,28 @@ def _cut_short(request: Request, messages: int) -> dict[str, Any]:
     return {**request, "messages": request["messages"][:messages]}
 
 
+def _lasting(request: Request) -> dict[str, Any]:
+    """The request without a prefill at its end, in whose place the next request has the whole answer."""
+    messages = request["messages"]
+    return _cut_short(request, len(messages) - (messages[-1]["role"] == "assistant"))
+
+
 @pytest.mark.parametrize("talk", TALKS)
 def test_a_replay_renders_in_one_shape_and_begins_with_what_the_server_has_cached(talk: str) -> None:
-    """The whole warm request, with the answer where it was text; on templates whose prompt only grows."""
+    """The whole warm request, but for a prefill, with the answer where it was text; on templates whose prompt only grows."""
     for request in _requests(TALKS[talk]):
         conversation = read(_body(request))
         k = region.legal_cuts(conversation.facts)[-1]
+        lasting = _lasting(request)
         for answer in ("Done, all of it.", None):
             warm = _warm(conversation, answer)
             for name in PLAIN:
                 if _refusal(name, request):
                     continue
                 asked, _ = _shaped(warm, name, Scope.WARM, (0, k))
-                assert asked["messages"][: len(request["messages"])] == request["messages"]
+                assert asked["messages"][: len(lasting["messages"])] == lasting["messages"]
                 assert asked["messages"][-1]["content"].startswith(OPENING)
-                assert rendered(name, asked).startswith(rendered(name, request, generation=False))
+                assert rendered(name, asked).startswith(rendered(name, lasting, generation=False))
 
 
 @pytest.mark.parametrize("talk", TALKS)

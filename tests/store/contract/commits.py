@@ -57,6 +57,34 @@ async def test_undo_leaves_a_tombstone_and_what_was_in_force_before(store: Store
     assert troubles.seen == {"version": 1, "generation": 1}
 
 
+async def test_undo_forgets_what_was_pending(store: Store) -> None:
+    client = Client(talk(8))
+    await committed(store, client, client.checkpoint(2))
+    known = await store.session(client.id)
+    on = client.says(*talk(1, "on"))
+    await store.save(on.saved(known, started_ms=2000, pending=Pending(Trigger.SOFT, 5)))
+    assert await store.undo(client.id, 5)
+    found = await store.session(client.id)
+    assert found is not None
+    assert found.pending is None
+
+
+async def test_a_checkpoint_of_a_branch_that_is_gone_stands_in_nobodys_way(store: Store, troubles: Troubles) -> None:
+    """The client went back and another way: what the old one covered says nothing about the messages that are there now."""
+    old = Client(talk(8))
+    await committed(store, old, old.checkpoint(6))
+    new = Client((*talk(3), *talk(6, "new")), lineage=old.lineage)
+    known = await store.session(old.id)
+    assert await store.save(new.saved(known, started_ms=2000))
+    assert await store.commit(new.commit(1, new.checkpoint(4, generation=2, id="shorter")))
+    assert not await store.commit(new.commit(2, new.checkpoint(4, generation=3, id="again")))
+    assert troubles.seen == {"order": 1}
+    found = await store.recall(new.query)
+    assert found is not None
+    assert found.own is not None
+    assert found.own.id == "shorter"
+
+
 async def test_a_commit_is_refused_unless_it_builds_on_what_is(store: Store, troubles: Troubles) -> None:
     client = Client(talk(8))
     assert not await store.commit(client.commit(0, client.checkpoint(2)))
