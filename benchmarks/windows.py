@@ -4,9 +4,13 @@
 
 Each recording is played request by request through the whole proxy (its real listener and embedded store) to the simulated provider, which
 refuses what OpenAI refuses: once with a window of a half, of a third and of a sixth of the conversation, but never below 1.5 times what no
-compaction can shrink + 1024 tokens. Where two shares give the same window it is played once. Takes about three minutes on two CPUs, one with --quick.
+compaction can shrink + 1024 tokens. Where two shares give the same window it is played once. Takes two minutes on two CPUs, one with --quick.
 
-Ends with 1 where a column that must be zero is not.
+Must be zero, else it ends with 1: `errors` (answers that a provider without a limit would not have given), `refused` (requests of ours that the
+provider did not take), `parted` (calls without their results), `altered` (messages that did not arrive as sent), `no extension`
+(compaction requests that are not a routed request and one more message). Of the others: `calls` are compactions, `fit alone` are turns that the
+window would have held without them, `processed` are prompt tokens not found in the cache, compactions included, and `processed alone` what a
+provider without a limit processes for the same turns. Turns follow each other at once: a back-off of 30 s lasts for the rest of a recording.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from tests.recorded import Step
 
 SHARES: Final = ((1 / 2, "1/2"), (1 / 3, "1/3"), (1 / 6, "1/6"))
 LONGEST: Final = "pi-coding-large"
-"""Takes more than half of the time: left out with --quick."""
+"""Takes half of the time: left out with --quick."""
 
 OUTPUT_SHARE: Final = 8
 """A client asks a model with this window for at most window / 8 tokens; some recordings ask for more than the small window has."""

@@ -116,7 +116,7 @@ class Journey:
 
     def _gate(self, talk: Talk, candidates: Recalled | None) -> Checkpoint | None:
         found = talk.conversation
-        return rewrite.applicable(candidates, found.chain, found.preamble, found.messages)
+        return rewrite.applicable(candidates, found.chain, found.preamble)
 
     def _note(self, talk: Talk) -> str:
         pending = talk.lineage.known is not None and talk.lineage.known.pending is not None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from proxy.core import anchors, checkpoint, fingerprint, ledger, said
+from proxy.core import anchors, checkpoint, ledger
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.fingerprint import checkpoint_id
 from proxy.core.limits import Limits
@@ -29,10 +27,8 @@ def compose(
     strategy: str,
     made_at_ms: int,
     anyway: bool,
-    answer: bytes | None = None,
 ) -> Checkpoint | Rejected:
-    """The checkpoint, or why it is none. `read_to`: end of what the summariser read. `anyway`: it need not be much smaller than its region.
-    `answer`: the rebuilt answer that the summariser read as well."""
+    """The checkpoint, or why it is none. `read_to`: end of what the summariser read. `anyway`: it need not be much smaller than its region."""
     in_front, behind = warm.covered(region)
     before = warm.applied
     share = 1 / max(
@@ -49,7 +45,7 @@ def compose(
         int(min(limits.anchors * share, most * ANCHOR_SHARE)),
     )
     name = checkpoint_id(str(warm.session), generation, summary.text)
-    made = checkpoint.make(
+    return checkpoint.make(
         summary,
         ref(region, read_to, warm, name, generation),
         session=str(warm.session),
@@ -63,7 +59,3 @@ def compose(
         made_at_ms=made_at_ms,
         anyway=anyway,
     )
-    if answer is None or isinstance(made, Rejected):
-        return made
-    message = said.parsed(answer)
-    return made if message is None else replace(made, answer=fingerprint.answer(said.text(message)))

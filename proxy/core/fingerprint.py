@@ -17,7 +17,6 @@ from proxy.core import tokens
 from proxy.core.model import ByteHash, Digest, Facts
 
 _OPENING_CHARS = 60
-_ANSWER_CHARS = 32
 _MARKS = frozenset({"cache_control"})
 """Where providers are told to cache. Clients move these marks to the newest message on every turn: no change of meaning."""
 
@@ -248,11 +247,6 @@ def lineage(root_name: str, explicit: str, parent: str, prefix: Digest) -> str:
 def explicit(value: str) -> str:
     """An explicit session id as it stands in keys: hashed, since clients put personal data into ids. Empty stays empty."""
     return _name(hashlib.blake2b(value.encode("utf-8", "surrogatepass"), digest_size=10).digest()) if value else ""
-
-
-def answer(text: str) -> str:
-    """How an answer starts, white space aside: what tells it from another one, and survives what clients do to the rest."""
-    return " ".join(text[: _ANSWER_CHARS * 4].split())[:_ANSWER_CHARS]
 
 
 def checkpoint_id(session: str, generation: int, text: str) -> str:

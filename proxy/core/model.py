@@ -133,10 +133,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What stands for a region. `answer`: how the answer starts that its summariser read behind what the client had sent, if it did.
-
-    `frame` is the text of the checkpoint message exactly as it is sent, the same bytes on every turn.
-    """
+    """What stands for a region. `frame` is the text of the checkpoint message exactly as it is sent, the same bytes on every turn."""
 
     ref: CheckpointRef
     session: str
@@ -150,7 +147,6 @@ class Checkpoint:
     scope: Scope
     strategy: str
     made_at_ms: int
-    answer: str = ""
 
     @property
     def id(self) -> str:

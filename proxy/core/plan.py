@@ -83,7 +83,6 @@ class Plan:
     prompt: int
     expected_new: int
     limits: Limits
-    answer: bytes | None = None
 
 
 BLOCK_TOKENS = 32
@@ -222,8 +221,7 @@ class Planner:
             output_key=self.output_key,
         )
         new = round(tokens.of_text(text) * warm.factor) + tokens.MESSAGE_OVERHEAD + unseen + BLOCK_TOKENS
-        read_answer = between if between is not None and between is warm.answer else None
-        return Plan(chosen, scope, read_to, built, asked, new, limits, read_answer)
+        return Plan(chosen, scope, read_to, built, asked, new, limits)
 
     def _between(self, scope: Scope, read_to: int) -> bytes | None:
         """The assistant message in front of the instruction, if any."""

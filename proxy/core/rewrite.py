@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.core import fingerprint, jsonslice, said
+from proxy.core import jsonslice
 from proxy.core.jsonslice import NotSliceable
 from proxy.core.model import Checkpoint, Digest, Recalled
 from proxy.core.openai import ChatRequest
@@ -34,43 +34,30 @@ def as_sent(request: ChatRequest) -> Routed:
 
 
 def applicable(
-    recalled: Recalled | None, chain: Sequence[Digest], preamble: Digest, messages: Sequence[bytes] | None = None
+    recalled: Recalled | None,
+    chain: Sequence[Digest],
+    preamble: Digest,
 ) -> Checkpoint | None:
     """The checkpoint for this request: its own session's, else one of another session with an equal preamble.
 
-    This is the one gate between a checkpoint and a request, wherever it comes from: a wrong one would hand text to a stranger. `messages` are
-    the conversation's: one whose summariser also read the answer that followed goes only to a request that goes on from that answer.
+    This is the one gate between a checkpoint and a request, wherever it comes from: a wrong one would hand text to a stranger.
     """
     if recalled is None:
         return None
-    if recalled.own is not None and _covers(recalled.own, chain, messages):
+    if recalled.own is not None and _covers(recalled.own, chain):
         return recalled.own
     for checkpoint in recalled.foreign:
-        if checkpoint.ref.preamble == preamble and _covers(checkpoint, chain, messages):
+        if checkpoint.ref.preamble == preamble and _covers(checkpoint, chain):
             return checkpoint
     return None
 
 
-def _covers(checkpoint: Checkpoint, chain: Sequence[Digest], messages: Sequence[bytes] | None) -> bool:
+def _covers(checkpoint: Checkpoint, chain: Sequence[Digest]) -> bool:
     """Whether covered and seen prefix are this request's, with at least one message left for the tail."""
     ref = checkpoint.ref
     if ref.dead or not 0 <= ref.from_ < ref.k < len(chain) or not ref.k <= ref.seen_len <= len(chain):
         return False
-    if chain[ref.k - 1] != ref.digest_k or chain[ref.seen_len - 1] != ref.seen:
-        return False
-    return messages is None or not checkpoint.answer or _goes_on_from(checkpoint.answer, messages[ref.seen_len :])
-
-
-def _goes_on_from(answer: str, behind: Sequence[bytes]) -> bool:
-    """Whether what follows may be that answer: it was not left out, and it is no other text (regenerated, edited).
-
-    Clients change what they send back (they drop a refusal, rename thoughts, trim), so only another opening tells another answer.
-    """
-    message = said.parsed(behind[0]) if behind else None
-    if message is None or said.role(message) != "assistant":
-        return False
-    sent_back = fingerprint.answer(said.text(message))
-    return sent_back.startswith(answer) or answer.startswith(sent_back)
+    return chain[ref.k - 1] == ref.digest_k and chain[ref.seen_len - 1] == ref.seen
 
 
 def route(request: ChatRequest, preamble_length: int, checkpoint: Checkpoint | None) -> Routed:

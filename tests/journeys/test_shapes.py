@@ -61,9 +61,14 @@ async def test_a_conversation_of_any_shape_outlives_its_window(name: str, stream
     _good(played)
 
 
-@pytest.mark.parametrize("name", ["tools", "users in a row", "results without calls"])
 @pytest.mark.parametrize(
-    "flags", [{"compaction__replay_scope": "region"}, {"compaction__keep_head_messages": 5}], ids=["region", "head"]
+    ("name", "flags"),
+    [
+        ("tools", {"compaction__replay_scope": "region"}),
+        ("results without calls", {"compaction__replay_scope": "region"}),
+        ("parallel calls", {"compaction__keep_head_messages": 5}),
+        ("users in a row", {"compaction__keep_head_messages": 5}),
+    ],
 )
 async def test_so_it_does_with_other_settings(name: str, flags: dict[str, Any], tmp_path: Path) -> None:
     """A summariser that reads its region alone; few-shot examples in front of the checkpoint."""
@@ -122,8 +127,10 @@ def _oddly(request: Mapping[str, Any]) -> bytes:
     return b' \n{"messages" :\t[ ' + messages + b" ]\r\n, " + spelled(members).strip()[1:] + b"\n"
 
 
-@pytest.mark.parametrize("spell", [_indented, _escaped, _oddly])
-@pytest.mark.parametrize("name", ["cache marks", "unknown fields"])
+@pytest.mark.parametrize(
+    ("name", "spell"),
+    [("chat", _indented), ("unknown fields", _indented), ("cache marks", _escaped), ("unknown fields", _oddly)],
+)
 async def test_a_client_that_writes_its_json_in_its_own_way(name: str, spell: Any, tmp_path: Path) -> None:
     steps = TALKS[name].steps()
     window = max(LEAST_WINDOW, small_window(steps, 1 / 3))
@@ -398,8 +405,7 @@ async def test_eight_clients_at_once(tmp_path: Path) -> None:
         assert len(provider.compactions) >= 8
 
 
-@pytest.mark.parametrize("name", ["chat", "tools", "thoughts in chat"])
-@pytest.mark.parametrize("window", [2048, 4096])
+@pytest.mark.parametrize(("name", "window"), [("chat", 2048), ("tools", 2048), ("chat", 4096), ("thoughts", 3000)])
 async def test_a_client_that_rewrites_each_answer_it_got(name: str, window: int, tmp_path: Path) -> None:
     """What comes back as the answer is other text than the provider's own: shortened, translated, its thoughts cut out."""
     steps = [

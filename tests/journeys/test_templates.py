@@ -37,7 +37,7 @@ TOOLS_LAST = "mistral_tools_last"
 """It declares the tools in front of the last user message."""
 
 NAMES = (*PLAIN, *THOUGHTFUL, TOOLS_LAST)
-AT_LEAST, AT_MOST = 12, 34
+AT_LEAST, AT_MOST = 10, 26
 """Messages of a conversation that is cut in every place."""
 
 Request = Mapping[str, Any]
