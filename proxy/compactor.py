@@ -101,14 +101,14 @@ class Compactor:
         began = self._began.get(name, clock.monotonic())
         try:
             async with asyncio.timeout(max(0.0, timeout_s - (clock.monotonic() - began))):
-                joined = name in self._flights
-                outcome = await asyncio.shield(self.start(job))
-                if joined and not _is_for(outcome.checkpoint, job.warm):
-                    # Another trigger's flight with another trigger's rights, or another branch's: now our own.
+                while True:
+                    joined = name in self._flights
                     outcome = await asyncio.shield(self.start(job))
+                    # A joined flight may be another trigger's, with other rights, or another branch's: then the next one is our own.
+                    if not joined or _is_for(outcome.checkpoint, job.warm):
+                        return outcome
         except TimeoutError:
             return await self.without_model(job, Because.TIMEOUT)
-        return outcome
 
     async def without_model(self, job: Job, because: Because) -> Outcome:
         """The last resort beside a compaction that still runs, or that is not to be asked for now. It is committed only where none runs."""

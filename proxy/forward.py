@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from proxy import clock
 from proxy.core import stream_usage
+from proxy.core.refused import SHAPE_STATUSES, is_shape
 from proxy.core.rewrite import Routed
 from proxy.metrics import Metrics, Retry
 from proxy.summariser import Sender
@@ -20,8 +21,7 @@ K = TypeVar("K")
 
 UNREWRITTEN_S = 600.0
 MAX_REMEMBERED = 10_000
-_REFUSED = frozenset({400, 422})
-"""How providers say that they do not take a request's shape or parameters."""
+_PEEKED_BYTES = 65_536
 
 
 class Forwarder:
@@ -45,19 +45,19 @@ class Forwarder:
         """
         asked, body = self._ask_for_usage(talk, route.routed)
         reply = await self._sender.send(talk.inbound, talk.upstream, body)
-        if asked and reply.status in _REFUSED:
+        if asked and reply.status in SHAPE_STATUSES:
             await reply.close()
             reply = await self._sender.send(talk.inbound, talk.upstream, route.routed.body)
             self._metrics.retried(Retry.STREAM_OPTIONS)
             asked = False
-            if reply.status not in _REFUSED:
+            if reply.status not in SHAPE_STATUSES:
                 log.warning("the upstream refuses stream_options upstream=%s", talk.upstream.name)
                 _bounded(self._without_usage, (talk.upstream.name, talk.conversation.request.model), math.inf)
-        if route.routed.applied is not None and reply.status in _REFUSED:
+        if route.routed.applied is not None and await _is_refused(reply):
             await reply.close()
             reply = await self._sender.send(talk.inbound, talk.upstream, plain.routed.body)
             self._metrics.retried(Retry.SHAPE)
-            if reply.status not in _REFUSED:
+            if reply.status == 200:
                 log.warning(
                     "the upstream refuses a rewritten request, its session goes on unrewritten session=%s",
                     talk.lineage.id,
@@ -78,6 +78,13 @@ class Forwarder:
             return False, routed.body
         asking = stream_usage.asking(routed.body)
         return (False, routed.body) if asking is None else (True, asking)
+
+
+async def _is_refused(reply: Reply) -> bool:
+    """Whether the provider does not take what we made of the request; also one that is too long goes out as it came."""
+    if reply.status in SHAPE_STATUSES:
+        return True
+    return reply.status == 500 and is_shape(500, await reply.read(_PEEKED_BYTES))
 
 
 def _bounded(memory: dict[K, float], key: K, value: float) -> None:

@@ -11,7 +11,7 @@ import orjson
 
 from proxy import clock
 from proxy.config import Upstream
-from proxy.core import checkpoint
+from proxy.core import checkpoint, refused
 from proxy.core.answer import read_whole
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.model import Because, Usage
@@ -131,7 +131,11 @@ class Summariser:
             return Reading(Rejected(Because.UNREACHABLE), Usage())
         if reply.status != 200:
             because = Because.RATE_LIMITED if reply.status in (429, 503) else Because.STATUS
-            return Reading(Rejected(because), Usage(), _retry_after_s(reply), refused=reply.status in (400, 422))
+            if refused.is_overflow(reply.status, data):
+                because = Because.OVERFLOW
+            return Reading(
+                Rejected(because), Usage(), _retry_after_s(reply), refused=refused.is_shape(reply.status, data)
+            )
         try:
             answer = orjson.loads(data)
         except orjson.JSONDecodeError:

@@ -136,7 +136,7 @@ class Planner:
         else:
             # A middle region that somebody asked for: what stands in front of it is covered now as well.
             from_ = 0
-            replaced += round(sum(fingerprint.facts(element).weight for element in warm.kept) * warm.factor)
+            replaced += self._kept_tokens()
         return region.choose(
             warm.facts,
             sizes,
@@ -149,6 +149,10 @@ class Planner:
             fixed=max(0, base - replaced),
         )
 
+    def _kept_tokens(self) -> int:
+        """What stands in front of the checkpoint."""
+        return round(sum(fingerprint.facts(element).weight for element in self.warm.kept) * self.warm.factor)
+
     def _asked_for(self, sizes: Sequence[int], span: tuple[int, int]) -> Region | Because:
         """The operator's region if it is a legal one: it starts where a checkpoint may stand and absorbs an earlier one whole."""
         warm = self.warm
@@ -157,11 +161,13 @@ class Planner:
         if k not in cuts:
             return Because.NO_BOUNDARY
         if warm.applied is not None:
-            if from_ != warm.applied.from_:
+            if from_ not in (0, warm.applied.from_):
                 return Because.NO_BOUNDARY
         elif from_ and (from_ not in cuts or from_ >= k or not self._takes_checkpoint(from_)):
             return Because.NO_BOUNDARY
         replaced = warm.applied.checkpoint_tokens if warm.applied else 0
+        if warm.applied is not None and from_ < warm.applied.from_:
+            replaced += self._kept_tokens()
         start = max(from_, warm.offset) - warm.offset
         return Region(from_, k, replaced + sum(sizes[start : k - warm.offset]), sum(sizes[k - warm.offset :]))
 

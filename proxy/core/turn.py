@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from proxy.core import conversation as conversations
@@ -13,6 +13,7 @@ from proxy.core.model import (
     ByteHash,
     Checkpoint,
     Entries,
+    Facts,
     Pending,
     Saved,
     Session,
@@ -197,10 +198,15 @@ def warm_after(session: SessionId, conversation: Conversation, routed: Routed, d
 
     Without a prefill at its end: the client will send the whole answer in its place, so nothing may depend on it.
     """
-    prefill = conversation.facts[-1].role == "assistant" and len(conversation.facts) > 1
-    end = len(conversation.facts) - prefill
-    prompt = None if prefill else done.usage.prompt
+    end, prompt = _before_a_prefill(conversation.facts, len(conversation.facts), done.usage.prompt)
     return _live(session, conversation, routed, factor, end=end, answer=done.answer, prompt=prompt)
+
+
+def _before_a_prefill(facts: Sequence[Facts], length: int, prompt: int | None) -> tuple[int, int | None]:
+    """Where a replay of a request ends, and the provider's count for it where that end is the request's."""
+    if length > 1 and facts and facts[-1].role == "assistant":
+        return length - 1, None
+    return length, prompt
 
 
 def warm_from_live(
@@ -287,6 +293,7 @@ def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mappin
     base = openai.schema_bytes(head, tail) // 4 + sum(f.weight for f in before)
     if applied:
         base += conversations.checkpoint_weight(applied)
+    end, prompt = _before_a_prefill(facts, len(session.entries), turn.usage.prompt)
     warm = Warm(
         session=session.id,
         model=turn.model,
@@ -300,11 +307,11 @@ def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mappin
         chain=session.entries.chains(),
         offset=offset,
         applied=applied,
-        end=len(session.entries),
+        end=end,
         answer=turn.answer,
         base=base,
         factor=tokens.calibrate(turn.usage.prompt, turn.weight),
-        prompt=turn.usage.prompt,
+        prompt=prompt,
     )
     if any(fingerprint.byte_hash(bodies[name]) != name for name in needed(session, applied)):
         return None

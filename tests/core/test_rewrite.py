@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core import fingerprint, openai, region, rewrite
+from proxy.core import openai, region, rewrite
 from proxy.core.model import Checkpoint, Recalled
 from proxy.core.rewrite import Routed
 from tests.core.build import body_of, calls_and_results, checkpoint, read, talk
@@ -286,40 +286,6 @@ def test_its_own_comes_first_then_the_foreign_ones_in_order() -> None:
 
 
 READ = "Found it.\n\n  It was  the parser."
-
-
-@pytest.mark.parametrize(
-    ("behind", "expected"),
-    [
-        pytest.param([{"role": "assistant", "content": READ}], True, id="the answer as it was"),
-        pytest.param([{"role": "assistant", "content": "Found it. It was the parser."}], True, id="other white space"),
-        pytest.param([{"role": "assistant", "content": [{"type": "text", "text": READ}]}], True, id="as parts"),
-        pytest.param(
-            [{"role": "assistant", "content": READ, "reasoning_content": "hm", "refusal": None}],
-            True,
-            id="more members",
-        ),
-        pytest.param([{"role": "assistant", "content": "Found nothing."}], False, id="regenerated"),
-        pytest.param([{"role": "assistant", "content": READ + " And more."}], False, id="edited"),
-        pytest.param([{"role": "assistant", "content": None}], False, id="without its text"),
-        pytest.param([{"role": "user", "content": READ}], False, id="said by the user"),
-        pytest.param([], False, id="left out"),
-    ],
-)
-@pytest.mark.parametrize("foreign", [False, True])
-def test_a_checkpoint_whose_summariser_read_the_answer_needs_that_answer(
-    behind: list[Any], expected: bool, foreign: bool
-) -> None:
-    """Who regenerates an answer must not get a summary of the one that they threw away."""
-    seen = talk("s u a u a u")
-    conversation = read(body_of([*seen, *behind, {"role": "user", "content": "Go on."}]))
-    made = checkpoint(conversation, 2, seen_len=5)
-    with_answer = replace(made, answer=fingerprint.answer(READ))
-    recalled = Recalled(None, 0, foreign=(with_answer,)) if foreign else Recalled(None, 0, own=with_answer)
-    found = rewrite.applicable(recalled, conversation.chain, conversation.preamble, conversation.messages)
-    assert (found is not None) is expected
-    plain = Recalled(None, 0, own=made)
-    assert rewrite.applicable(plain, conversation.chain, conversation.preamble, conversation.messages) is made
 
 
 @given(LONG_CHATS, PICK)

@@ -60,6 +60,12 @@ def gossip(request: Request) -> Summary:
     return Summary(Answer(text=f"## Task and intent\nGo on.\n\n## State of the work\n{carried}"))
 
 
+def discreet(request: Request) -> Summary:
+    """The same without the newest answer, as it was asked for."""
+    *read, _, instruction = request["messages"]
+    return gossip({**request, "messages": [*read, instruction]})
+
+
 class Talker:
     """A model that marks each answer."""
 
@@ -123,19 +129,18 @@ class Scene:
         return found
 
     def check(self) -> None:
-        """Nothing reached the provider that this client had not sent, and nothing that does not fit; each compaction is one of the line's own turns
-        and one more message.
+        """Nothing reached the provider that is not this line's own, and nothing that does not fit; each compaction is one of the line's turns and one
+        more message. Own is what this request says, and what the line was answered: answers are never compared (docs/reliability.md).
         """
         for call in self.provider.calls:
             sent = self.told(call)
-            known = canaries(sent.body)
+            own = canaries(sent.body) | canaries("".join(s.answer for s in self.sent if s.line == sent.line).encode())
+            assert canaries(call.raw) <= own, f"foreign to {sent.line}: {canaries(call.raw) - own}"
+            assert call.prompt_tokens <= self.window, f"{call.prompt_tokens} tokens for {sent.line}"
             if call.is_compaction:
                 turns = [t.raw for t in self.of(sent.line, self.provider.turns) if same_parameters(call.raw, t.raw)]
                 live = [s.body for s in self.sent if s.line == sent.line and same_parameters(call.raw, s.body)]
                 assert is_extension(call.raw, turns, live)
-                known |= canaries("".join(s.answer for s in self.sent if s.line == sent.line).encode())
-            assert call.prompt_tokens <= self.window, f"{call.prompt_tokens} tokens for {sent.line}"
-            assert canaries(call.raw) <= known, f"foreign to {sent.line}: {canaries(call.raw) - known}"
 
 
 @asynccontextmanager
@@ -493,40 +498,41 @@ async def test_an_edit_behind_the_covered_part_keeps_the_checkpoint_only_if_its_
 
 
 async def test_the_same_request_again_is_the_same_turn(tmp_path: Path) -> None:
-    """Retries, one after the other and all at once, below and above the watermark. Each answer replaces the one before."""
-    async with scene(tmp_path, provider={"summariser": Slow(0.05, gossip)}) as at:
+    """Retries, one after the other and all at once, below and above the watermark."""
+    always = {"summariser": Slow(0.05, gossip), "answerer": lambda request, tokens: Answer(text="Done.")}
+    async with scene(tmp_path, provider=always) as at:
         line = Line(at, "main")
         while not at.provider.turns or at.provider.turns[-1].prompt_tokens < 0.7 * WINDOW:
             await line.say()
         line.messages.append(user(line.text(300)))
-        answers = await asyncio.gather(*(line.send(settle=False) for _ in range(8)))
+        await asyncio.gather(*(line.send(settle=False) for _ in range(8)))
         await at.player.settled()
-        answers += [await line.send() for _ in range(6)]
-        line.messages.append(assistant(answers.pop()))
-        replaced = canaries("".join(assistant(got)["content"] for got in answers).encode())
+        for _ in range(6):
+            got = await line.send()
+        line.messages.append(assistant(got))
         for _ in range(4):
             await line.say()
         assert len(line.names) == 1
         assert 1 <= len(at.provider.compactions) <= 2
         assert covered(line.seen[-1])
-        assert not shown(at.provider.turns[-4:], replaced)
         state = await at.session(line.names[0])
         assert state["messages"] == len(line.messages) - 2
         assert state["generation"] == len(at.provider.compactions)
 
 
-async def test_a_regenerated_answer_replaces_the_old_one_for_good(tmp_path: Path) -> None:
-    """The old answer was read by a summariser; what it says must not come back behind the user's back."""
-    async with scene(tmp_path) as at:
+async def test_a_regenerated_answer_is_the_same_turn_and_the_old_one_does_not_come_back(tmp_path: Path) -> None:
+    """As long as its author did what it was asked for: a checkpoint is about what lies in front of the tail, and nothing of ours tells more."""
+    async with scene(tmp_path, provider={"summariser": discreet}) as at:
         line = Line(at, "main")
         await line.until_compacted()
         discarded = canaries(json.dumps(line.messages.pop()).encode())
         assert discarded
-        got = await line.send()
-        line.messages.append(assistant(got))
+        line.messages.append(assistant(await line.send()))
         for _ in range(4):
             await line.say()
+            assert covered(line.seen[-1])
         assert len(line.names) == 1
+        assert len(at.provider.compactions) == 1
         assert not shown(at.provider.turns[-5:], discarded)
 
 
