@@ -536,21 +536,6 @@ async def test_a_regenerated_answer_is_the_same_turn_and_the_old_one_does_not_co
         assert not shown(at.provider.turns[-5:], discarded)
 
 
-@pytest.mark.parametrize("when", ["after_turn", "next_turn"])
-async def test_a_client_that_sends_answers_back_in_other_words_is_compacted_all_the_same(
-    tmp_path: Path, when: str
-) -> None:
-    """Clients cut answers, strip marks and citations, translate. What a summariser has read of them is then not what the client says."""
-    async with scene(tmp_path, compaction__when=when) as at:
-        line = Line(at, "main")
-        for turn in range(40):
-            await line.say()
-            line.messages[-1]["content"] = f"(Answer {turn}, shortened)"
-        assert len(line.names) == 1
-        assert covered(line.seen[-1])
-        assert 1 <= len(at.provider.compactions) <= 8
-
-
 async def test_a_history_cut_back_to_an_early_turn_goes_on_without_what_came_later(tmp_path: Path) -> None:
     async with scene(tmp_path) as at:
         line = Line(at, "main")
