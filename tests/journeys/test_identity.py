@@ -407,6 +407,24 @@ async def test_branches_from_behind_a_checkpoint_share_it_and_then_part(tmp_path
         assert not later[0] & later[1]
 
 
+async def test_a_branch_with_another_system_prompt_is_not_given_the_checkpoint(tmp_path: Path) -> None:
+    """Sub-agents that inherit a history: a summariser that read one agent's instructions may quote them."""
+    async with scene(tmp_path) as at:
+        trunk = Line(at, "trunk", preamble="You plan cnry-prompt-0001.")
+        await trunk.until_compacted()
+        await trunk.say()
+        shared = trunk.seen[-1]["x-warmfold-checkpoint"]
+        behind = len(trunk.messages)
+        await trunk.say()
+        same, other = trunk.fork("same", behind), trunk.fork("other", behind)
+        other.messages[0] = system("You search cnry-prompt-0002.")
+        for line in (same, other):
+            await line.say(words=40)
+        assert same.seen[-1]["x-warmfold-checkpoint"] == shared
+        assert other.seen[-1].get("x-warmfold-checkpoint") != shared
+        assert not shown(at.provider.turns[-1:], frozenset({b"cnry-prompt-0001"}))
+
+
 @pytest.mark.parametrize("case", ["soft", "hard", "hard, on their own messages", "hard, behind a checkpoint"])
 async def test_requests_at_once_that_go_on_from_the_same_turn_never_share_a_summary(tmp_path: Path, case: str) -> None:
     """Parallel sub-agents that inherit a history: none may be given what another one's summariser has read of that one."""
