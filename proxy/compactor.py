@@ -31,8 +31,9 @@ from proxy.job import Job, Outcome
 from proxy.metrics import Metrics
 from proxy.spare import Spare
 from proxy.store import Checkpoints
-from proxy.summariser import Sender, Summariser
+from proxy.summariser import Summariser
 from proxy.tasks import Tasks
+from proxy.upstream import Sender
 
 log = logging.getLogger("warmfold.compaction")
 

@@ -11,9 +11,8 @@ from proxy.core import stream_usage
 from proxy.core.refused import SHAPE_STATUSES, is_shape
 from proxy.core.rewrite import Routed
 from proxy.metrics import Metrics, Retry
-from proxy.summariser import Sender
 from proxy.talk import Route, Talk
-from proxy.upstream import Reply
+from proxy.upstream import Reply, Sender
 
 log = logging.getLogger("warmfold.forward")
 

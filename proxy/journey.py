@@ -29,10 +29,9 @@ from proxy.metrics import Metrics
 from proxy.mode import Mode
 from proxy.observe import Observer
 from proxy.relay import relay
-from proxy.summariser import Sender
 from proxy.talk import Route, Talk
 from proxy.tasks import Tasks
-from proxy.upstream import Reply
+from proxy.upstream import Reply, Sender
 
 log = logging.getLogger("warmfold.journey")
 

@@ -23,7 +23,8 @@ from proxy.downstream import Client
 from proxy.errors import Answerable, ClientGone, Ended, Refused, UpstreamFailed
 from proxy.metrics import Metrics, Route
 from proxy.outbound import origin_form
-from proxy.relay import Sender, pass_through
+from proxy.relay import pass_through
+from proxy.upstream import Sender
 
 log = logging.getLogger("warmfold.listener")
 

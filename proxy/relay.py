@@ -9,7 +9,7 @@ from typing import Protocol
 from proxy.config import Upstream
 from proxy.downstream import Client
 from proxy.errors import ClientGone, Ended, UpstreamFailed
-from proxy.upstream import Headers, Inbound, Reply
+from proxy.upstream import Headers, Reply, Sender
 
 __all__ = ["Ended", "Filter", "Sender", "Tap", "pass_through", "relay"]
 
@@ -33,14 +33,6 @@ class Filter(Protocol):
 
     def rest(self) -> bytes:
         """What is left when the stream is over."""
-        ...
-
-
-class Sender(Protocol):
-    """The provider."""
-
-    async def send(self, inbound: Inbound, upstream: Upstream, body: bytes | None = None) -> Reply:
-        """The reply, as soon as its headers are there. Raises as Upstreams.send does."""
         ...
 
 

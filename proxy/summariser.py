@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
-from typing import Protocol
 
 import orjson
 
 from proxy import clock
-from proxy.config import Upstream
 from proxy.core import checkpoint, refused
 from proxy.core.answer import read_whole
 from proxy.core.checkpoint import Rejected, Summary
@@ -19,7 +17,7 @@ from proxy.core.plan import Plan, Planner, Shape
 from proxy.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from proxy.job import Job
 from proxy.metrics import Metrics
-from proxy.upstream import Inbound, Reply
+from proxy.upstream import Reply, Sender
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
 _MAX_SHAPES = 4096
@@ -51,14 +49,6 @@ _NOT_OURS = frozenset(
         "if-none-match",
     }
 )
-
-
-class Sender(Protocol):
-    """The provider."""
-
-    async def send(self, inbound: Inbound, upstream: Upstream, body: bytes | None = None) -> Reply:
-        """The provider's reply once its headers are there. Raises UpstreamUnreachable, UpstreamTimeout, UpstreamBroken."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from proxy.metrics import Metrics, Retry
 from proxy.outbound import Body, Headers, Inbound, Place, decoded, end_to_end, to_send
 from proxy.verbatim import Outgoing, Unanswered, VerbatimRequest, WatchedResponse
 
-__all__ = ["Body", "Headers", "Inbound", "Reply", "Upstreams"]
+__all__ = ["Body", "Headers", "Inbound", "Reply", "Sender", "Upstreams"]
 
 MAX_HEADER_BYTES: Final = 64 * 1024
 """One header line, either way. aiohttp's 8190 is less than some gateways' cookies and tracing baggage."""
@@ -138,6 +138,14 @@ class _Chunks:
         if chunk := await self._reply._next():
             return chunk
         raise StopAsyncIteration
+
+
+class Sender(Protocol):
+    """The provider, as those see it who only send."""
+
+    async def send(self, inbound: Inbound, upstream: Upstream, body: bytes | None = None) -> Reply:
+        """The reply, as soon as its headers are there. Raises as Upstreams.send does."""
+        ...
 
 
 class Upstreams:

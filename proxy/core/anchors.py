@@ -45,8 +45,10 @@ _QUOTES = '`"“”「」『』 '
 _MAX_CHARS = 120
 _MAX_CANDIDATES = 2000
 _SCAN_CHARS = 20_000
-_REGION_CHARS = 400_000
 """Of one message: what recurs does so early, and a log of megabytes must not hold up the loop."""
+
+_REGION_CHARS = 400_000
+"""Of all messages together, the newest first."""
 
 
 def anchors(covered: Sequence[bytes], present: str, earlier: Sequence[str], budget_tokens: int) -> tuple[str, ...]:
