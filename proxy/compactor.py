@@ -177,6 +177,7 @@ class Compactor:
                 strategy="replay",
                 made_at_ms=clock.now_ms(),
                 anyway=job.trigger is not Trigger.SOFT,
+                answer=plan.answer,
             )
         duration_ms = round((clock.monotonic() - began) * 1000)
         if isinstance(made, Rejected):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from proxy import clock, tenancy
 from proxy import mode as modes
 from proxy.config import Config, Upstream
 from proxy.core import conversation as conversations
-from proxy.core import fingerprint
+from proxy.core import echo, fingerprint
 from proxy.core.conversation import Conversation
 from proxy.core.limits import Limits, limits
 from proxy.core.model import Facts, Recalled, SessionId
@@ -16,11 +17,13 @@ from proxy.core.openai import ChatRequest
 from proxy.core.reader import Reader
 from proxy.metrics import Metrics, Recall
 from proxy.mode import Mode
-from proxy.store import Sessions
+from proxy.store import Store
 from proxy.talk import Talk
 from proxy.unwritten import Unwritten
 from proxy.upstream import Inbound
 from proxy.windows import Windows
+
+log = logging.getLogger("warmfold.identify")
 
 PIECE_BYTES = 65_536
 
@@ -31,7 +34,7 @@ class Identifier:
     def __init__(
         self,
         config: Config,
-        store: Sessions,
+        store: Store,
         tenants: tenancy.Tenants,
         windows: Windows,
         unwritten: Unwritten,
@@ -81,12 +84,25 @@ class Identifier:
         if found is None or (_is_too_small(found, sizes) and mode is not Mode.FORCE):
             return None
         self._reader.remember(found, known)
-        recalled = await self._store.recall(found.query)
+        recalled = await self._recall(found)
         self._metrics.recalled(_outcome(recalled))
         recalled = self._unwritten.found(recalled, found, known)
         lineage = conversations.lineage(found, recalled)
         factor = conversations.factor(recalled.session if recalled else None)
         return Talk(inbound, upstream, policy, mode, found, window, sizes, recalled, lineage, factor, clock.now_ms())
+
+    async def _recall(self, found: Conversation) -> Recalled | None:
+        """What the store knows. A checkpoint that may speak of an answer which the client has changed since is buried: the one before stands."""
+        recalled = await self._store.recall(found.query)
+        own, session = (recalled.own, recalled.session) if recalled else (None, None)
+        if own is None or session is None or not echo.refutes(found.messages, own):
+            return recalled
+        log.info(
+            "the client changed the answer that a checkpoint speaks of session=%s checkpoint=%s", session.id, own.id
+        )
+        if not await self._store.undo(session.id, session.counters.turns):
+            return recalled
+        return await self._store.recall(found.query)
 
     async def _facts(self, request: ChatRequest, known: Conversation | None) -> list[Facts]:
         """The facts of all messages. A long history that was never seen is read in pieces: nobody else's stream shall wait for it."""

@@ -114,8 +114,7 @@ class Journey:
         return await self._safely(self._guard(talk, route), "guard") or route
 
     def _gate(self, talk: Talk, candidates: Recalled | None) -> Checkpoint | None:
-        found = talk.conversation
-        return rewrite.applicable(candidates, found.chain, found.preamble)
+        return rewrite.applicable(candidates, talk.conversation)
 
     def _note(self, talk: Talk) -> str:
         pending = talk.lineage.known is not None and talk.lineage.known.pending is not None

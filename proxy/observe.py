@@ -65,7 +65,9 @@ class Observer:
             await self._compactor.commit_later(talk.lineage.id, route.uncommitted, route.attempt, talk.lineage.counters)
         if not saved or waits or (trigger is None and due is not Because.OBSERVE):
             return
-        warm = turn.warm_after(talk.lineage.id, talk.conversation, route.routed, forwarded, talk.factor)
+        warm = turn.warm_after(
+            talk.lineage.id, talk.conversation, route.routed, talk.lineage.known, forwarded, talk.factor
+        )
         job = talk.job(warm, trigger or Trigger.SOFT, forwarded.used)
         if trigger is None:
             await self._compactor.observe(job)
@@ -136,6 +138,7 @@ class Observer:
             self._metrics.decision(Because.WARM_MISSING)
             return
         used = known.turn.usage.used if known.turn else None
+        warm = turn.with_answer(warm, known, talk.conversation)
         self._compactor.start(talk.job(warm, trigger, used))
 
 

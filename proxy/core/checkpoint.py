@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from proxy.core import tokens
 from proxy.core.ledger import broken, rendered
-from proxy.core.model import Because, Checkpoint, CheckpointRef, Said, Scope
+from proxy.core.model import Because, Checkpoint, CheckpointRef, Digest, Said, Scope
 from proxy.core.replay import HEADINGS, OPENING
+from proxy.core.thoughts import without_thoughts
 
 MAX_TEXT_BYTES = 262_144
 MAX_SHARE = 0.6
@@ -21,10 +22,6 @@ _BROKEN_OFF = frozenset({"error", "abort", "insufficient_system_resource"})
 """How OpenRouter, vLLM and DeepSeek say that they stopped midway: what was written by then may well look whole."""
 
 _CALLING = frozenset({"tool_calls", "function_call", "tool_use"})
-
-_THOUGHT = r"think|thinking|thought|reasoning"
-_OPEN_THOUGHT = re.compile(rf"\s*<({_THOUGHT})>", re.IGNORECASE)
-_CLOSE_THOUGHT = re.compile(rf"</({_THOUGHT})>", re.IGNORECASE)
 
 # Judged only where no heading is there: a checkpoint may well report errors and refusals.
 _SHORT_CHARS = 700
@@ -122,28 +119,6 @@ def judge(raw: str, *, finished: bool) -> Summary | Rejected:
     return Summary(text.encode("utf-8", "replace").decode("utf-8"))
 
 
-def without_thoughts(raw: str) -> str:
-    """The text behind a leading block of thoughts; "" where the block never ends.
-
-    Only at the start: a checkpoint may quote such a tag. Some templates write the opening tag into the prompt: then the answer
-    starts inside the block, and a closing tag without an opening one ends it.
-    """
-    text = raw
-    while opening := _OPEN_THOUGHT.match(text):
-        closing = re.compile(rf"</{opening[1]}>", re.IGNORECASE).search(text, opening.end())
-        if closing is None:
-            return ""
-        text = text[closing.end() :]
-    stray = _CLOSE_THOUGHT.search(text)
-    if (
-        stray
-        and "`" not in text[: stray.start()]
-        and not re.search(rf"<({_THOUGHT})>", text[: stray.start()], re.IGNORECASE)
-    ):
-        text = text[stray.end() :]
-    return text.strip()
-
-
 def count_headings(text: str) -> int:
     """How many of the fixed headings stand in the text."""
     low = text.lower()
@@ -183,6 +158,7 @@ def make(
     strategy: str,
     made_at_ms: int,
     anyway: bool,
+    answer: Digest = b"",
 ) -> Checkpoint | Rejected:
     """The checkpoint, or Rejected(inflated): it would not shrink the conversation. `factor` corrects our token estimates."""
     text = frame(summary.text, ledger, anchors)
@@ -202,4 +178,5 @@ def make(
         scope=scope,
         strategy=strategy,
         made_at_ms=made_at_ms,
+        answer=answer,
     )

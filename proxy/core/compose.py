@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.core import anchors, checkpoint, ledger
+from proxy.core import anchors, checkpoint, echo, ledger
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.fingerprint import checkpoint_id
 from proxy.core.limits import Limits
@@ -27,8 +27,12 @@ def compose(
     strategy: str,
     made_at_ms: int,
     anyway: bool,
+    answer: bytes | None = None,
 ) -> Checkpoint | Rejected:
-    """The checkpoint, or why it is none. `read_to`: end of what the summariser read. `anyway`: it need not be much smaller than its region."""
+    """The checkpoint, or why it is none. `read_to`: end of what the summariser read of the request, `answer`: what it read behind that.
+
+    `anyway`: it need not be much smaller than its region.
+    """
     in_front, behind = warm.covered(region)
     before = warm.applied
     share = 1 / max(
@@ -58,4 +62,5 @@ def compose(
         strategy=strategy,
         made_at_ms=made_at_ms,
         anyway=anyway,
+        answer=(echo.answered(answer) if answer else None) or b"",
     )

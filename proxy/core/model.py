@@ -133,7 +133,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What stands for a region. `frame` is the text of the checkpoint message exactly as it is sent, the same bytes on every turn."""
+    """What stands for a region. `frame` is the text of the checkpoint message exactly as it is sent, the same bytes on every turn.
+
+    `answer` names the answer behind `ref.seen` that the summariser read as well (core/echo.py); empty: it read none.
+    """
 
     ref: CheckpointRef
     session: str
@@ -147,6 +150,7 @@ class Checkpoint:
     scope: Scope
     strategy: str
     made_at_ms: int
+    answer: Digest = b""
 
     @property
     def id(self) -> str:

@@ -74,11 +74,14 @@ class Settings(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One compaction call. `read_to`: end of what the summariser reads. `prompt` and `expected_new` are estimates in tokens."""
+    """One compaction call. `read_to`: end of what the summariser reads of the request; behind it `answer`, where the replay holds the one
+    it got. `prompt` and `expected_new` are estimates in tokens.
+    """
 
     region: Region
     scope: Scope
     read_to: int
+    answer: bytes | None
     replay: Replay
     prompt: int
     expected_new: int
@@ -227,7 +230,8 @@ class Planner:
             output_key=self.output_key,
         )
         new = round(tokens.of_text(text) * warm.factor) + tokens.MESSAGE_OVERHEAD + unseen + BLOCK_TOKENS
-        return Plan(chosen, scope, read_to, built, asked, new, limits)
+        answer = between if between is warm.answer else None
+        return Plan(chosen, scope, read_to, answer, built, asked, new, limits)
 
     def _between(self, scope: Scope, read_to: int) -> bytes | None:
         """The assistant message in front of the instruction, if any."""

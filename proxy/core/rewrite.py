@@ -10,9 +10,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.core import jsonslice
+from proxy.core import echo, jsonslice
+from proxy.core.conversation import Conversation
 from proxy.core.jsonslice import NotSliceable
-from proxy.core.model import Checkpoint, Digest, Recalled
+from proxy.core.model import Checkpoint, Recalled
 from proxy.core.openai import ChatRequest
 
 
@@ -33,31 +34,28 @@ def as_sent(request: ChatRequest) -> Routed:
     return Routed(request.body, request.messages, None)
 
 
-def applicable(
-    recalled: Recalled | None,
-    chain: Sequence[Digest],
-    preamble: Digest,
-) -> Checkpoint | None:
+def applicable(recalled: Recalled | None, conversation: Conversation) -> Checkpoint | None:
     """The checkpoint for this request: its own session's, else one of another session with an equal preamble.
 
     This is the one gate between a checkpoint and a request, wherever it comes from: a wrong one would hand text to a stranger.
     """
     if recalled is None:
         return None
-    if recalled.own is not None and _covers(recalled.own, chain):
+    if recalled.own is not None and _covers(recalled.own, conversation):
         return recalled.own
     for checkpoint in recalled.foreign:
-        if checkpoint.ref.preamble == preamble and _covers(checkpoint, chain):
+        if checkpoint.ref.preamble == conversation.preamble and _covers(checkpoint, conversation):
             return checkpoint
     return None
 
 
-def _covers(checkpoint: Checkpoint, chain: Sequence[Digest]) -> bool:
-    """Whether covered and seen prefix are this request's, with at least one message left for the tail."""
-    ref = checkpoint.ref
+def _covers(checkpoint: Checkpoint, conversation: Conversation) -> bool:
+    """Whether covered and seen prefix are this request's, with at least one message left for the tail, and the answer seen is not another."""
+    ref, chain = checkpoint.ref, conversation.chain
     if ref.dead or not 0 <= ref.from_ < ref.k < len(chain) or not ref.k <= ref.seen_len <= len(chain):
         return False
-    return chain[ref.k - 1] == ref.digest_k and chain[ref.seen_len - 1] == ref.seen
+    on_chain = chain[ref.k - 1] == ref.digest_k and chain[ref.seen_len - 1] == ref.seen
+    return on_chain and not echo.refutes(conversation.messages, checkpoint)
 
 
 def route(request: ChatRequest, preamble_length: int, checkpoint: Checkpoint | None) -> Routed:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from proxy.core import conversation as conversations
-from proxy.core import fingerprint, openai, replay, tokens
+from proxy.core import echo, fingerprint, openai, replay, tokens
 from proxy.core.answer import Answer
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.model import (
@@ -25,7 +25,17 @@ from proxy.core.model import (
 from proxy.core.plan import Warm
 from proxy.core.rewrite import Routed
 
-__all__ = ["Forwarded", "Saved", "forwarded", "needed", "saved", "warm_after", "warm_from_live", "warm_from_store"]
+__all__ = [
+    "Forwarded",
+    "Saved",
+    "forwarded",
+    "needed",
+    "saved",
+    "warm_after",
+    "warm_from_live",
+    "warm_from_store",
+    "with_answer",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +203,21 @@ def _routed_hash(around: Iterable[ByteHash], entries: Entries, applied: Checkpoi
     return fingerprint.byte_hash(b"".join(parts))
 
 
-def warm_after(session: SessionId, conversation: Conversation, routed: Routed, done: Forwarded, factor: float) -> Warm:
-    """The request that the provider has just answered, for a replay.
+def warm_after(
+    session: SessionId,
+    conversation: Conversation,
+    routed: Routed,
+    known: Session | None,
+    done: Forwarded,
+    factor: float,
+) -> Warm:
+    """The request that the provider has just answered, for a replay. `known`: the session before it.
 
     Without a prefill at its end: the client will send the whole answer in its place, so nothing may depend on it.
     """
+    answer = done.answer if echo.may_be_read(known, conversation.messages) else None
     end, prompt = _before_a_prefill(conversation.facts, len(conversation.facts), done.usage.prompt)
-    return _live(session, conversation, routed, factor, end=end, answer=done.answer, prompt=prompt)
+    return _live(session, conversation, routed, factor, end=end, answer=answer, prompt=prompt)
 
 
 def _before_a_prefill(facts: Sequence[Facts], length: int, prompt: int | None) -> tuple[int, int | None]:
@@ -263,6 +281,12 @@ def _live(
     )
 
 
+def with_answer(warm: Warm, known: Session, next_request: Conversation) -> Warm:
+    """The stored warm request and the answer it got, if that is what the next request goes on from."""
+    answer = known.turn.answer if known.turn is not None else None
+    return replace(warm, answer=answer) if answer and echo.may_be_read(known, next_request.messages) else warm
+
+
 def needed(session: Session, applied: Checkpoint | None) -> tuple[ByteHash, ...]:
     """The bytes that the session's warm request is made of."""
     if session.turn is None:
@@ -274,6 +298,8 @@ def needed(session: Session, applied: Checkpoint | None) -> tuple[ByteHash, ...]
 
 def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mapping[ByteHash, bytes]) -> Warm | None:
     """The warm request again from what the store kept; None unless it is, byte for byte, the one that was sent.
+
+    Without the answer it got: only the client's next request tells whether that is still the conversation's (`with_answer`).
 
     Each part is verified by its own hash, and that these parts make that request by the hash over their names.
     """
@@ -308,7 +334,7 @@ def warm_from_store(session: Session, applied: Checkpoint | None, bodies: Mappin
         offset=offset,
         applied=applied,
         end=end,
-        answer=turn.answer,
+        answer=None,
         base=base,
         factor=tokens.calibrate(turn.usage.prompt, turn.weight),
         prompt=prompt,

@@ -41,7 +41,7 @@ def _warm(
     routed = rewrite.route(conversation.request, conversation.preamble_length, made)
     assert routed.applied is made
     done = turn.forwarded(conversation, routed, replace(UNREAD, text=answer, usage=Usage(prompt)), 1)
-    return turn.warm_after(conversations.lineage(conversation, None).id, conversation, routed, done, factor)
+    return turn.warm_after(conversations.lineage(conversation, None).id, conversation, routed, None, done, factor)
 
 
 def _plan(
@@ -455,13 +455,13 @@ def test_a_new_checkpoint_claims_what_it_covers_and_what_its_summariser_read(cha
     assert (claim.digest_k, claim.seen) == (conversation.chain[claim.k - 1], conversation.chain[claim.seen_len - 1])
     assert claim.preamble == conversation.preamble
     made = replace(checkpoint(conversation, claim.k), ref=claim)
-    assert rewrite.applicable(Recalled(None, 0, own=made), conversation.chain, conversation.preamble) is made
+    assert rewrite.applicable(Recalled(None, 0, own=made), conversation) is made
     longer = read(body_of([*chat.messages, *talk("a u")], **_salted(chat)))
-    assert rewrite.applicable(Recalled(None, 0, foreign=(made,)), longer.chain, longer.preamble) is made
+    assert rewrite.applicable(Recalled(None, 0, foreign=(made,)), longer) is made
     branch = [*chat.messages]
     branch[chat.preamble_length + claim.seen_len - 1] = {"role": "user", "content": "another"}
     other = read(body_of(branch, **_salted(chat)))
-    assert rewrite.applicable(Recalled(None, 0, own=made, foreign=(made,)), other.chain, other.preamble) is None
+    assert rewrite.applicable(Recalled(None, 0, own=made, foreign=(made,)), other) is None
 
 
 def _salted(chat: Chat) -> dict[str, Any]:

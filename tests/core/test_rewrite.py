@@ -201,7 +201,7 @@ CHANGED[2]["content"] = "[cleared]"
 
 def _applies(made: Any, conversation: Any = CONVERSATION, *, foreign: bool = False) -> bool:
     recalled = Recalled(None, 0, foreign=(made,)) if foreign else Recalled(None, 0, own=made)
-    found = rewrite.applicable(recalled, conversation.chain, conversation.preamble)
+    found = rewrite.applicable(recalled, conversation)
     assert found is None or found is made
     return found is not None
 
@@ -267,8 +267,8 @@ def test_no_other_tenant_and_no_other_salt() -> None:
 
 
 def test_the_store_brought_nothing() -> None:
-    assert rewrite.applicable(None, CONVERSATION.chain, CONVERSATION.preamble) is None
-    assert rewrite.applicable(Recalled(None, 0), CONVERSATION.chain, CONVERSATION.preamble) is None
+    assert rewrite.applicable(None, CONVERSATION) is None
+    assert rewrite.applicable(Recalled(None, 0), CONVERSATION) is None
 
 
 def test_its_own_comes_first_then_the_foreign_ones_in_order() -> None:
@@ -277,7 +277,7 @@ def test_its_own_comes_first_then_the_foreign_ones_in_order() -> None:
     dead = replace(own, ref=replace(own.ref, dead=True))
 
     def found(**brought: Any) -> Any:
-        return rewrite.applicable(Recalled(None, 0, **brought), CONVERSATION.chain, CONVERSATION.preamble)
+        return rewrite.applicable(Recalled(None, 0, **brought), CONVERSATION)
 
     assert found(own=own, foreign=(first, second)) is own
     assert found(own=dead, foreign=(wrong, first, second)) is first

@@ -55,7 +55,7 @@ class Shelf:
         return conversations.lineage(conversation, Recalled(self.session, matched))
 
     def route(self, conversation: Conversation) -> Routed:
-        found = rewrite.applicable(Recalled(None, 0, own=self.checkpoint), conversation.chain, conversation.preamble)
+        found = rewrite.applicable(Recalled(None, 0, own=self.checkpoint), conversation)
         return rewrite.route(conversation.request, conversation.preamble_length, found)
 
     def put(self, saved: Saved, refs: tuple[CheckpointRef, ...] = ()) -> Session:
@@ -122,7 +122,9 @@ def test_the_store_gives_the_routed_request_back_byte_for_byte(
     assert warm.body() == routed.body
     # The same request, as the worker that has just sent it knows it.
     done = turn.forwarded(conversation, routed, DONE, 90)
-    assert warm == turn.warm_after(warm.session, conversation, routed, done, warm.factor)
+    live = turn.warm_after(warm.session, conversation, routed, None, done, warm.factor)
+    # Whether the answer still is the conversation's, only the client's next request can tell.
+    assert warm == replace(live, answer=None)
 
 
 @given(
@@ -429,6 +431,7 @@ def test_a_warm_request_may_be_cut_at_any_message(chat: Chat, pick: int, to: int
         conversations.lineage(conversation, None).id,
         conversation,
         routed,
+        None,
         turn.forwarded(conversation, routed, DONE, 1),
         1.0,
     )

@@ -60,12 +60,6 @@ def gossip(request: Request) -> Summary:
     return Summary(Answer(text=f"## Task and intent\nGo on.\n\n## State of the work\n{carried}"))
 
 
-def discreet(request: Request) -> Summary:
-    """The same without the newest answer, as it was asked for."""
-    *read, _, instruction = request["messages"]
-    return gossip({**request, "messages": [*read, instruction]})
-
-
 class Talker:
     """A model that marks each answer."""
 
@@ -538,20 +532,72 @@ async def test_the_same_request_again_is_the_same_turn(tmp_path: Path) -> None:
         assert state["generation"] == len(at.provider.compactions)
 
 
-async def test_a_regenerated_answer_is_the_same_turn_and_the_old_one_does_not_come_back(tmp_path: Path) -> None:
-    """As long as its author did what it was asked for: a checkpoint is about what lies in front of the tail, and nothing of ours tells more."""
-    async with scene(tmp_path, provider={"summariser": discreet}) as at:
+@pytest.mark.parametrize("when", ["after_turn", "next_turn"])
+@pytest.mark.parametrize("change", ["regenerated", "edited"])
+async def test_once_an_answer_was_changed_no_checkpoint_tells_of_the_old_one(
+    tmp_path: Path, change: str, when: str
+) -> None:
+    """The summariser passes on all it has read, the last answer included."""
+    async with scene(tmp_path, compaction__when=when) as at:
         line = Line(at, "main")
         await line.until_compacted()
+        if when == "next_turn":
+            await line.say()  # what ran beside the turn before read the answer before
         discarded = canaries(json.dumps(line.messages.pop()).encode())
         assert discarded
-        line.messages.append(assistant(await line.send()))
-        for _ in range(4):
+        if change == "regenerated":
+            line.messages.append(assistant(await line.send()))
+        else:
+            line.messages.append({"role": "assistant", "content": "What the user put in its place."})
+        before = len(at.provider.turns)
+        for _ in range(12):
             await line.say()
-            assert covered(line.seen[-1])
+        assert not shown(at.provider.turns[before:], discarded)
+        assert covered(line.seen[-1])
         assert len(line.names) == 1
+        assert len(at.provider.compactions) <= 3
+
+
+@pytest.mark.parametrize("when", ["after_turn", "next_turn"])
+async def test_a_request_asked_again_carries_its_checkpoint_and_costs_no_other_compaction(
+    tmp_path: Path, when: str
+) -> None:
+    async with scene(tmp_path, compaction__when=when) as at:
+        line = Line(at, "main")
+        await line.until_compacted()
+        paid = len(at.provider.compactions)
+        del line.messages[-1]
+        for _ in range(5):
+            await line.send()
+        assert len({call.raw for call in at.provider.turns[-5:]}) == 1
+        assert all(covered(headers) for headers in line.seen[-5:])
+        assert len(at.provider.compactions) == paid
+
+
+async def test_a_client_that_rewords_every_answer_keeps_its_checkpoints(tmp_path: Path) -> None:
+    """The first checkpoint may be lost, the next one is made without the answer."""
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        for _ in range(40):
+            await line.say()
+            line.messages[-1]["content"] = f"I said: {line.messages[-1]['content']}"
+        assert sum(map(bool, map(covered, line.seen[20:]))) == 20
+        for call in at.provider.compactions[1:]:
+            assert [m["role"] for m in call.request["messages"][-2:]] == ["user", "user"]
+        assert 2 <= len(at.provider.compactions) <= 7
+
+
+async def test_an_answer_is_the_same_whatever_an_sdk_sends_back_with_it(tmp_path: Path) -> None:
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        while not any(map(covered, line.seen)):
+            await line.say()
+            text = line.messages[-1]["content"]
+            parts = [{"type": "text", "text": f"{text}\n", "annotations": []}]
+            line.messages[-1] |= {"content": parts, "refusal": None, "name": "helper"}
+            assert len(line.messages) < 60
         assert len(at.provider.compactions) == 1
-        assert not shown(at.provider.turns[-5:], discarded)
+        assert at.provider.compactions[0].request["messages"][-2]["role"] == "assistant"
 
 
 async def test_a_history_cut_back_to_an_early_turn_goes_on_without_what_came_later(tmp_path: Path) -> None:

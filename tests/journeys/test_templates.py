@@ -120,7 +120,7 @@ def _warm(conversation: Conversation, answer: str | None, made: Checkpoint | Non
     """The warm request of a turn."""
     routed = rewrite.route(conversation.request, conversation.preamble_length, made)
     done = turn.forwarded(conversation, routed, replace(UNREAD, text=answer, usage=Usage()), 1)
-    return turn.warm_after(conversations.lineage(conversation, None).id, conversation, routed, done, 1.0)
+    return turn.warm_after(conversations.lineage(conversation, None).id, conversation, routed, None, done, 1.0)
 
 
 def test_the_templates_take_what_they_are_known_to_take() -> None:
