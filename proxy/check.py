@@ -18,6 +18,7 @@ from proxy.config import ASSUMED_WINDOW_TOKENS, Compaction, Config
 from proxy.config.effective import Setting, effective
 from proxy.core.limits import limits
 from proxy.core.model import Window
+from proxy.notices import cache_given_up
 
 _PIPED_COLUMNS: Final = 160  # rich takes 80 for a pipe, where nothing needs the lines to be folded
 
@@ -25,11 +26,7 @@ _PRICES: Final = "will tell whether a compaction pays"
 
 NO_EFFECT_YET: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "compaction.strategy": '"transcript" will send a rendered transcript; until then every compaction is a replay',
         "compaction.max_payback_turns": "will hold back soft compactions that do not pay for themselves in time",
-        "compaction.summary_model": "will send a transcript to this model; until then the conversation's own model writes the summary",
-        "compaction.max_tool_result_chars": "will cut tool results in a transcript",
-        "compaction.max_transcript_chars": "will cut a transcript from the front",
         "models.input_usd_per_mtok": _PRICES,
         "models.cached_usd_per_mtok": _PRICES,
         "models.cache_write_usd_per_mtok": _PRICES,
@@ -40,9 +37,7 @@ NO_EFFECT_YET: Final[Mapping[str, str]] = MappingProxyType(
 
 _TRUE_ALREADY: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "compaction.strategy": '"replay"',
         "compaction.max_payback_turns": "0",
-        "compaction.summary_model": '""',
     }
 )
 """Values of these keys that ask for what this version does anyway."""
@@ -132,9 +127,11 @@ def _sizes(config: Config) -> Table:
 
 def _notes(config: Config) -> Iterator[str]:
     if any(policy.max_context_tokens is None for _, policy in _policies(config)):
-        yield "* assumed, for want of max_context_tokens: nothing is compacted before a request."
+        yield "* assumed until the upstream, an overflow error or the price list says another: nothing is compacted before a request."
     yield "Where answers hold thoughts, hard is lower by room for them, at most window/8."
     yield "The tail depends on keep_recent_turns within these bounds."
+    for notice in cache_given_up(config):
+        yield f"Warning: {notice}"
     yield ""
 
 

@@ -6,10 +6,12 @@ import logging
 import math
 from typing import TypeVar
 
-from proxy import clock
+from proxy import clock, tenancy
 from proxy.core import stream_usage
+from proxy.core.answer import decoded
 from proxy.core.refused import SHAPE_STATUSES, is_shape
 from proxy.core.rewrite import Routed
+from proxy.errors import UpstreamFailed
 from proxy.metrics import Metrics, Retry
 from proxy.talk import Route, Talk
 from proxy.upstream import Reply, Sender
@@ -44,7 +46,7 @@ class Forwarder:
         """
         asked, body = self._ask_for_usage(talk, route.routed)
         reply = await self._sender.send(talk.inbound, talk.upstream, body)
-        if asked and reply.status in SHAPE_STATUSES:
+        if asked and await _is_refused(reply):
             await reply.close()
             reply = await self._sender.send(talk.inbound, talk.upstream, route.routed.body)
             self._metrics.retried(Retry.STREAM_OPTIONS)
@@ -65,6 +67,11 @@ class Forwarder:
             route = plain
         return reply, route, asked
 
+    async def again(self, talk: Talk, route: Route, *, asked: bool) -> Reply:
+        """The reply to another route of a request that was forwarded before: one call, as that one went in the end."""
+        body = stream_usage.asking(route.routed.body) if asked else None
+        return await self._sender.send(talk.inbound, talk.upstream, body or route.routed.body)
+
     def _ask_for_usage(self, talk: Talk, routed: Routed) -> tuple[bool, bytes]:
         """Whether we ask the stream for its usage on our own account, and the body to send."""
         request = talk.conversation.request
@@ -80,10 +87,18 @@ class Forwarder:
 
 
 async def _is_refused(reply: Reply) -> bool:
-    """Whether the provider does not take what we made of the request; also one that is too long goes out as it came."""
-    if reply.status in SHAPE_STATUSES:
-        return True
-    return reply.status == 500 and is_shape(500, await reply.read(_PEEKED_BYTES))
+    """Whether the provider does not take what we made of the request. One that is too long is not refused: no other shape of it will fit."""
+    if reply.status not in SHAPE_STATUSES and reply.status != 500:
+        return False
+    return is_shape(reply.status, await error_body(reply) or b"")
+
+
+async def error_body(reply: Reply) -> bytes | None:
+    """The start of an error as text; None where its coding is unknown, or it breaks off."""
+    try:
+        return decoded(await reply.read(_PEEKED_BYTES), tenancy.header(reply.headers, "content-encoding"))
+    except UpstreamFailed:
+        return None
 
 
 def _bounded(memory: dict[K, float], key: K, value: float) -> None:

@@ -15,6 +15,7 @@ from proxy.core.limits import Limits, limits
 from proxy.core.model import Facts, Recalled, SessionId
 from proxy.core.openai import ChatRequest
 from proxy.core.reader import Reader
+from proxy.discovery import Discovery
 from proxy.metrics import Metrics, Recall
 from proxy.mode import Mode
 from proxy.store import Store
@@ -37,6 +38,7 @@ class Identifier:
         store: Store,
         tenants: tenancy.Tenants,
         windows: Windows,
+        discovery: Discovery,
         unwritten: Unwritten,
         metrics: Metrics,
     ) -> None:
@@ -44,6 +46,7 @@ class Identifier:
         self._store = store
         self._tenants = tenants
         self._windows = windows
+        self._discovery = discovery
         self._unwritten = unwritten
         self._metrics = metrics
         self._reader = Reader()
@@ -83,6 +86,7 @@ class Identifier:
         sizes = limits(policy, window, reasons=found.reasons if found else False)
         if found is None or (_is_too_small(found, sizes) and mode is not Mode.FORCE):
             return None
+        self._discovery.ask(inbound, upstream, request.model, window)
         self._reader.remember(found, known)
         recalled = await self._recall(found)
         self._metrics.recalled(_outcome(recalled))

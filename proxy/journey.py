@@ -1,35 +1,37 @@
 """The way of a chat completion, from the client's bytes to the client's bytes. Start here.
 
-read -> identify -> rewrite -> guard -> forward and relay -> observe -> decide -> compact
+read -> identify -> rewrite -> guard -> forward, shorter where it overflows -> relay -> observe -> decide -> compact
 
 Each step makes a new value from earlier ones. Everything but forwarding is fail-open: where a step fails, is slow or the store is gone,
-the client's request goes out as it came. The steps: identify.py, core/rewrite.py, compactor.py (the guard), forward.py, relay.py, observe.py.
+the client's request goes out as it came. The steps: identify.py, core/rewrite.py, guard.py, recovery.py (forward.py), relay.py, observe.py, compactor.py.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable
-from dataclasses import replace
 from typing import TypeVar
 
-from proxy import clock, tenancy
 from proxy import mode as modes
+from proxy import tenancy
 from proxy.compactor import Compactor
 from proxy.config import Config
-from proxy.core import pressure, rewrite, turn
+from proxy.core import rewrite
 from proxy.core.answer import Tap
-from proxy.core.model import Because, Checkpoint, Recalled, Trigger
+from proxy.core.model import Checkpoint, Recalled
 from proxy.core.stream_usage import UsageFilter
 from proxy.downstream import Client
 from proxy.errors import Ended, Refused
 from proxy.forward import Forwarder
+from proxy.guard import Guard
 from proxy.identify import Identifier
 from proxy.metrics import Metrics
 from proxy.mode import Mode
 from proxy.observe import Observer
+from proxy.recovery import Recovery
 from proxy.relay import relay
 from proxy.talk import Route, Talk
+from proxy.target import spends_our_key
 from proxy.tasks import Tasks
 from proxy.upstream import Reply, Sender
 
@@ -49,6 +51,8 @@ class Journey:
         sender: Sender,
         identifier: Identifier,
         forwarder: Forwarder,
+        guard: Guard,
+        recovery: Recovery,
         observer: Observer,
         compactor: Compactor,
         tasks: Tasks,
@@ -58,6 +62,8 @@ class Journey:
         self._sender = sender
         self._identifier = identifier
         self._forwarder = forwarder
+        self._guard = guard
+        self._recovery = recovery
         self._observer = observer
         self._compactor = compactor
         self._tasks = tasks
@@ -69,7 +75,7 @@ class Journey:
         parsed = self._identifier.parse(inbound)
         upstream = self._config.upstream_for(parsed[0].model if parsed else "")
         wanted = modes.requested(inbound.headers)
-        if wanted is Mode.FORCE and upstream.api_key_env:
+        if wanted is Mode.FORCE and spends_our_key(self._config, parsed[0].model if parsed else ""):
             raise Refused(403, FORCE_REFUSED, code="force_refused")
 
         identified = self._identifier.talk(inbound, upstream, *parsed, wanted) if parsed else None
@@ -80,7 +86,8 @@ class Journey:
 
         plain = Route(rewrite.as_sent(talk.conversation.request), "none")
         route = await self._safely(self._route(talk), "rewrite") or plain
-        reply, route, asked = await self._forwarder.forward(talk, route, plain)
+        sent = await self._recovery.send(talk, route, plain)
+        talk, route, reply = sent.talk, sent.route, sent.reply
         if route.routed.applied is not None:
             self._metrics.checkpoint_applied()
             self._compactor.economy.used(talk.lineage.id.tenant)
@@ -93,7 +100,7 @@ class Journey:
             client,
             tap,
             headers=_told(talk, route),
-            keep=UsageFilter() if asked and _is_plain_stream(reply) else None,
+            keep=UsageFilter() if sent.asked and _is_plain_stream(reply) else None,
         )
         # SDKs hang up once they have read the end of a stream: whether the turn is complete is for the answer to say.
         if ended is not Ended.UPSTREAM_BROKE and reply.status == 200:
@@ -105,13 +112,15 @@ class Journey:
         if talk.mode is Mode.OBSERVE or self._forwarder.is_unrewritten(talk):
             return Route(rewrite.as_sent(found.request), self._note(talk))
         applied = self._gate(talk, talk.recalled)
-        spare = self._compactor.spare.of(found.query.tenant, found.query.root)
+        spare = self._compactor.spare.of(talk.lineage.id, stored=talk.recalled is not None)
         unsaved = self._gate(talk, Recalled(None, 0, foreign=spare)) if spare else None
-        if unsaved is not None and (applied is None or applied.k < unsaved.k):
+        if unsaved is not None and (
+            applied is None or (applied.k < unsaved.k and applied.made_at_ms <= unsaved.made_at_ms)
+        ):
             applied = unsaved
         routed = rewrite.route(found.request, found.preamble_length, applied)
         route = Route(routed, self._note(talk), unsaved if applied is unsaved else None)
-        return await self._safely(self._guard(talk, route), "guard") or route
+        return await self._safely(self._guard.before(talk, route), "guard") or route
 
     def _gate(self, talk: Talk, candidates: Recalled | None) -> Checkpoint | None:
         return rewrite.applicable(candidates, talk.conversation)
@@ -119,38 +128,6 @@ class Journey:
     def _note(self, talk: Talk) -> str:
         pending = talk.lineage.known is not None and talk.lineage.known.pending is not None
         return "pending" if pending or self._compactor.is_busy(talk.name) else "none"
-
-    async def _guard(self, talk: Talk, route: Route) -> Route:
-        """Compact before forwarding where the request would not fit: as many passes as it takes, within inline_timeout_s."""
-        until = clock.monotonic() + talk.policy.inline_timeout_s
-        requested = talk.conversation.request.requested_output
-        for number in range(talk.policy.max_passes + 1):
-            estimate = talk.estimate(route.routed.applied)
-            left_s = until - clock.monotonic()
-            if not pressure.must_compact(estimate, requested, talk.limits) or left_s <= 0:
-                break
-            warm = turn.warm_from_live(
-                talk.lineage.id, talk.conversation, route.routed, talk.lineage.known, talk.factor
-            )
-            job = talk.job(warm, Trigger.GUARD, estimate)
-            if number < talk.policy.max_passes:
-                outcome = await self._compactor.inline(job, left_s)
-            else:
-                outcome = await self._compactor.without_model(job, Because.NO_ROOM)
-            made = outcome.checkpoint
-            if made is None and outcome.because in (Because.IN_FLIGHT, Because.SUPERSEDED):
-                made = await self._compactor.wait_elsewhere(warm, until - clock.monotonic())
-            # Whoever made it: a joined flight may have been another branch's.
-            made = self._gate(talk, Recalled(None, 0, own=made))
-            shorter = rewrite.route(talk.conversation.request, talk.conversation.preamble_length, made)
-            if shorter.applied is None or shorter.applied.k <= (route.routed.applied.k if route.routed.applied else 0):
-                if outcome.because in (Because.NO_BOUNDARY, Because.UNSHRINKABLE):
-                    self._metrics.unshrinkable()
-                failed = f"failed-{outcome.because or Because.CONFLICT}"
-                return route if route.note == "inline" else replace(route, note=failed)
-            unknown = talk.lineage.known is None and not outcome.committed and outcome.because is None
-            route = Route(shorter, "inline", made if unknown else None, outcome.attempt)
-        return route
 
     async def _safely(self, step: Awaitable[T], name: str) -> T | None:
         """The step's value, or None where it failed: the client's turn goes on without it."""

@@ -9,6 +9,7 @@ from proxy.compactor import Compactor
 from proxy.config import Config
 from proxy.core import pressure, turn
 from proxy.core.answer import Tap
+from proxy.core.limits import limits
 from proxy.core.model import Because, Pending, Saved, Trigger
 from proxy.core.turn import Forwarded
 from proxy.locality import is_local
@@ -45,6 +46,7 @@ class Observer:
 
     async def after(self, talk: Talk, route: Route, tap: Tap) -> None:
         """What follows a complete answer: save the request header; compact if it is due."""
+        talk = self._measured(talk)
         estimate = talk.estimate(route.routed.applied)
         pressing = talk.mode is Mode.FORCE or estimate >= talk.limits.soft // 2
         answer = tap.answer(want_text=pressing)
@@ -73,6 +75,13 @@ class Observer:
             await self._compactor.observe(job)
         else:
             self._compactor.later(job, talk.policy.settle_s)
+
+    def _measured(self, talk: Talk) -> Talk:
+        """With the window as it is known by now: the upstream may have told it while it was answering, or an error taught it."""
+        window = self._windows.of(talk.upstream.name, talk.conversation.request.model, talk.policy)
+        if window == talk.window:
+            return talk
+        return replace(talk, window=window, limits=limits(talk.policy, window, reasons=talk.conversation.reasons))
 
     def _due(self, talk: Talk, route: Route, forwarded: Forwarded) -> Trigger | Because:
         """What asks for a compaction after this turn, or why none is wanted."""
@@ -144,7 +153,7 @@ class Observer:
 
 def _counted(talk: Talk, route: Route) -> Talk:
     """With the compaction that this request went through in its counters: the next soft one keeps its distance from it."""
-    if route.note != "inline":
+    if route.note not in ("inline", "recovered"):
         return talk
     applied = route.routed.applied
     counters = pressure.after_success(

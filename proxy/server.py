@@ -16,21 +16,26 @@ import click
 import uvloop
 from aiohttp import web
 
-from proxy import clock
+from proxy import clock, pricelist
 from proxy.admin.app import Compactor as ByHandPort
 from proxy.admin.app import admin_app
 from proxy.by_hand import ByHand
 from proxy.compactor import Compactor
-from proxy.config import ASSUMED_WINDOW_TOKENS, Config, ConfigError, masked_url
+from proxy.config import Config, ConfigError, masked_url
+from proxy.discovery import Discovery
 from proxy.forward import Forwarder
+from proxy.guard import Guard
 from proxy.identify import Identifier
 from proxy.journey import Journey
 from proxy.listener import CannotListen, Chat, Listener, opened
 from proxy.metrics import Metrics
+from proxy.notices import cache_given_up
 from proxy.observe import Observer
+from proxy.recovery import Recovery
 from proxy.refusals import placed
 from proxy.store import Store
 from proxy.store.connect import open_store
+from proxy.target import Targets
 from proxy.tasks import Tasks
 from proxy.tenancy import Tenants
 from proxy.unwritten import Unwritten
@@ -80,7 +85,8 @@ async def start(config: Config) -> Running:
         stack.push_async_callback(store.close)
         upstreams = Upstreams(config, metrics)
         stack.push_async_callback(upstreams.close)
-        chat, by_hand = build_journey(config, store, upstreams, tasks, metrics)
+        windows = Windows(await pricelist.listed(config))
+        chat, by_hand = build_journey(config, store, upstreams, windows, tasks, metrics)
 
         admin = web.AppRunner(
             admin_app(config, store, by_hand, metrics, upstreams.probe), access_log=None, shutdown_timeout=1.0
@@ -96,16 +102,18 @@ async def start(config: Config) -> Running:
 
 
 def build_journey(
-    config: Config, store: Store, upstreams: Upstreams, tasks: Tasks, metrics: Metrics
+    config: Config, store: Store, upstreams: Upstreams, windows: Windows, tasks: Tasks, metrics: Metrics
 ) -> tuple[Chat, ByHandPort]:
     """What answers chat completions, and what compacts on an operator's word: both around one compactor."""
-    windows = Windows()
     tenants = Tenants(store, config.session.tenant_header, config.secret(config.session.tenant_secret_env) or "")
-    compactor = Compactor(store, upstreams, tasks, metrics)
+    compactor = Compactor(store, upstreams, Targets(config, windows), tasks, metrics)
     unwritten = Unwritten(store)
-    identifier = Identifier(config, store, tenants, windows, unwritten, metrics)
+    discovery = Discovery(upstreams, windows, tasks)
+    identifier = Identifier(config, store, tenants, windows, discovery, unwritten, metrics)
     observer = Observer(config, store, compactor, windows, unwritten, tasks, metrics)
-    journey = Journey(config, upstreams, identifier, Forwarder(upstreams, metrics), observer, compactor, tasks, metrics)
+    guard, forwarder = Guard(compactor, metrics), Forwarder(upstreams, metrics)
+    recovery = Recovery(forwarder, guard, windows, metrics)
+    journey = Journey(config, upstreams, identifier, forwarder, guard, recovery, observer, compactor, tasks, metrics)
     return journey.chat_completion, ByHand(config, store, compactor, tenants, windows)
 
 
@@ -158,7 +166,7 @@ async def _serve(config: Config, file: Path | None) -> None:
 
 
 def _announce(config: Config, file: Path | None) -> None:
-    """Say what is in effect and would surprise somebody: which file, where the sessions lie, and a window that nobody told us."""
+    """Say what is in effect and would surprise somebody: which file, where the sessions lie, a window that nobody told us, a cache that is not reused."""
     if file is None and _UNREAD.exists():
         log.warning("%s in the working directory is not read; --config %s reads it", _UNREAD, _UNREAD)
     embedded = config.store.url == "embedded:"
@@ -172,10 +180,12 @@ def _announce(config: Config, file: Path | None) -> None:
     if all(policy.max_context_tokens is None for policy in policies) and any(
         policy.mode != "off" for policy in policies
     ):
-        log.warning(
-            "no window configured: %d tokens assumed for every model; set compaction.max_context_tokens (--window) or [[models]]",
-            ASSUMED_WINDOW_TOKENS,
+        log.info(
+            "no window configured: upstreams are asked how long their models' contexts are; "
+            "compaction.max_context_tokens (--window) or [[models]] sets it"
         )
+    for notice in cache_given_up(config):
+        log.warning("%s", notice)
 
 
 def _report(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,9 +35,11 @@ class Tenants:
         self._source = source
         self._header = tenant_header
         self._secret: bytes | None = fingerprint.byte_hash(secret.encode()) * 2 if secret else None
+        # Until the store tells the secret: a request that does not fit is compacted even so, for itself alone.
+        self._stand_in = secrets.token_bytes(32)
 
     async def of(self, headers: Headers) -> str | None:
-        """The tenant of a request; None: it has none (the header is missing, or the store cannot tell the secret), so no sessions."""
+        """The tenant of a request; None: the header that names it is missing, so no sessions."""
         if self._header:
             named = header(headers, self._header)
             return await self._name(f"header:{named}") if named else None
@@ -46,11 +49,11 @@ class Tenants:
         """The tenant whose requests carry this Authorization header and no other key. None where a header names tenants."""
         return None if self._header else await self.of_credential((value, *("" for _ in _CREDENTIALS[1:])))
 
-    async def of_credential(self, values: tuple[str, ...]) -> str | None:
+    async def of_credential(self, values: tuple[str, ...]) -> str:
         """The tenant of a set of keys. No key at all is a tenant too: a local server asks for none."""
         return await self._name("key:" + "\x00".join(values))
 
-    async def _name(self, what: str) -> str | None:
+    async def _name(self, what: str) -> str:
         if self._secret is None:
             self._secret = await self._source.tenant_secret()
-        return None if self._secret is None else fingerprint.tenant(self._secret, what)
+        return fingerprint.tenant(self._secret or self._stand_in, what)

@@ -10,7 +10,7 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
@@ -90,6 +90,18 @@ class Reply:
             self._held.append(chunk)
             size += len(chunk)
         return b"".join(self._held)[:limit]
+
+    async def until(self, enough: Callable[[bytes], object], within_s: float, limit: int) -> bytes:
+        """What has come of the body once `enough` says so of it, `within_s` is over, or it ended or is `limit` bytes long. As `read`: it comes again."""
+        begun = b"".join(self._held)
+        try:
+            async with asyncio.timeout(within_s):
+                while len(begun) < limit and not enough(begun) and (chunk := await self._next()):
+                    self._held.append(chunk)
+                    begun += chunk
+        except TimeoutError:
+            pass
+        return begun
 
     async def close(self) -> None:
         """Let go. A body that has not ended is broken off at once: the upstream shall not go on writing for nobody."""

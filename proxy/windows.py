@@ -1,33 +1,80 @@
 """How long a model's context is, and who says so.
 
 In this order: set in a rule or in [compaction]; said by the upstream; taught by an overflow error; from a price list; else assumed.
-This version knows the first and the last. An assumed window rises when a request larger than it succeeds.
+An assumed window rises when a request larger than it succeeds.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+from proxy import clock
 from proxy.config import ASSUMED_WINDOW_TOKENS, Compaction
+from proxy.core.discovery import MAX_NAME_LENGTH, MAX_TOKENS, Said
 from proxy.core.model import Window
 
+Listed = Callable[[str, str], Window | None]
+"""The window of a model on an upstream (both by name) by a price list; None: not listed, or not certain."""
+
+LESSON_S = 86_400.0
+"""What an error taught holds for a day: the next one teaches it again, and a model that has grown meanwhile is noticed."""
+
 _MAX_MODELS = 4096
-"""Model names come from clients: what we remember of them is bounded."""
+"""Model names come from clients: what we remember of them is bounded, in number and in length."""
+
+T = TypeVar("T")
+
+
+def not_listed(upstream: str, model: str) -> None:
+    """The price list of nobody."""
 
 
 class Windows:
-    """The windows of all models seen, per upstream."""
+    """The windows of all models seen, per upstream (by name). All of it is this worker's own, and asked or learned anew by the next."""
 
-    def __init__(self) -> None:
-        self._proven: dict[tuple[str, str], int] = {}
+    def __init__(self, listed: Listed = not_listed, lesson_s: float = LESSON_S) -> None:
+        self._listed = listed
+        self._lesson_s = lesson_s
+        self._said: dict[str, Said] = {}
+        self._lessons: OrderedDict[tuple[str, str], tuple[Window, float]] = OrderedDict()
+        self._proven: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def of(self, upstream: str, model: str, policy: Compaction) -> Window:
-        """The window of a model on an upstream."""
+        """The window of a model on an upstream, now: it may be another one at the next request."""
         if policy.max_context_tokens is not None:
             return Window(policy.max_context_tokens, "config")
-        return Window(max(ASSUMED_WINDOW_TOKENS, self._proven.get((upstream, model), 0)), "assumed")
+        said, lesson = self._said.get(upstream, Said()).of(model), self._lesson(upstream, model)
+        if said is not None and lesson is not None and lesson.input_only and not said.input_only:
+            # No contradiction: one limits prompt and answer together, the other the prompt alone.
+            return lesson if lesson.tokens < said.tokens else said
+        assumed = Window(max(ASSUMED_WINDOW_TOKENS, self._proven.get((upstream, model), 0)), "assumed")
+        return said or lesson or self._listed(upstream, model) or assumed
+
+    def said(self, upstream: str, said: Said) -> None:
+        """What the upstream says of its models."""
+        self._said[upstream] = self._said.get(upstream, Said()).then(said)
+
+    def learned(self, upstream: str, model: str, limit: int, input_only: bool) -> None:
+        """An overflow error stated the limit: of the prompt alone (`input_only`), or of prompt and answer together."""
+        if 0 < limit <= MAX_TOKENS:
+            _remember(self._lessons, (upstream, model), (Window(limit, "learned", input_only), clock.monotonic()))
 
     def proved(self, upstream: str, model: str, window: Window, used: int | None) -> None:
         """A request of `used` tokens succeeded: an assumed window is at least that long."""
-        if used is None or not window.assumed or used <= window.tokens:
-            return
-        if len(self._proven) < _MAX_MODELS or (upstream, model) in self._proven:
-            self._proven[upstream, model] = used * 2
+        if used is not None and window.assumed and used > window.tokens:
+            _remember(self._proven, (upstream, model), used * 2)
+
+    def _lesson(self, upstream: str, model: str) -> Window | None:
+        window, since = self._lessons.get((upstream, model), (None, 0.0))
+        return window if clock.monotonic() - since < self._lesson_s else None
+
+
+def _remember(memory: OrderedDict[tuple[str, str], T], key: tuple[str, str], value: T) -> None:
+    if len(key[1]) > MAX_NAME_LENGTH:
+        return
+    memory[key] = value
+    memory.move_to_end(key)
+    if len(memory) > _MAX_MODELS:
+        memory.popitem(last=False)

@@ -23,6 +23,8 @@ _MAX_COUNT = 1_000_000_000
 """More tokens than any window has: a number beyond it counts something else."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_DATA = re.compile(rb"(?:^|(?<=[\r\n]))data:")
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,15 @@ class Tap:
         """What passed, read. Never raises: what cannot be read is unknown."""
         if self._over:
             return UNREAD
-        data = _plain(b"".join(self._chunks), self._encoding)
+        data = decoded(b"".join(self._chunks), self._encoding)
         if data is None:
             return UNREAD
         return read_stream(data, want_text=want_text) if self._stream else read_whole(data, want_text=want_text)
 
 
-def _plain(data: bytes, encoding: str) -> bytes | None:
-    """The decoded body; None for a coding we do not read, a broken or a bloated one."""
+def decoded(data: bytes, encoding: str) -> bytes | None:
+    """The body without its content coding; None for a coding we do not read, a broken or a bloated one."""
+    encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return data
     if encoding == "br":
@@ -146,6 +149,12 @@ def events(data: bytes) -> Iterator[bytes]:
             lines.append(line[6:] if line[5:6] == b" " else line[5:])
     if lines:
         yield b"\n".join(lines)
+
+
+def holds_event(data: bytes) -> bool:
+    """Whether an event with data in it is there whole."""
+    begin = _DATA.search(data)
+    return begin is not None and _EVENT_END.search(data, begin.end()) is not None
 
 
 def read_stream(data: bytes, *, want_text: bool) -> Answer:

@@ -191,10 +191,14 @@ NOT_COUNTED = Usage()
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A model's context length in tokens and where we have it from: config, upstream, learned, pricelist, assumed."""
+    """A model's context length in tokens and where we have it from: config, upstream, learned, pricelist, assumed.
+
+    `input_only`: it limits the prompt alone, and the answer has room of its own; else prompt and answer share it.
+    """
 
     tokens: int
     origin: str
+    input_only: bool = False
 
     @property
     def assumed(self) -> bool:

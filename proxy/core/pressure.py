@@ -40,7 +40,8 @@ def must_compact(estimate: int, requested_output: int, limits: Limits) -> bool:
     """Whether the routed request would not fit. A window that is only assumed never says so."""
     if limits.window.assumed:
         return False
-    return estimate >= limits.hard or estimate + min(requested_output, limits.window.tokens // 4) > limits.window.tokens
+    reserved = 0 if limits.window.input_only else min(requested_output, limits.window.tokens // 4)
+    return estimate >= limits.hard or estimate + reserved > limits.window.tokens
 
 
 def after_success(counters: Counters, now_ms: int, *, applied: bool) -> Counters:

@@ -202,10 +202,12 @@ async def test_the_first_lines_say_what_would_surprise_somebody(tmp_path: Path) 
     config = written(_made(tmp_path / "a"), "http://127.0.0.1:1/v1")
     first = await told(config)
     assert f"configuration file={config} store=embedded data_dir={tmp_path / 'a' / 'store'}\n" in first
-    assert "WARNING warmfold.server no window configured: 32000 tokens assumed for every model; set " in first
-    assert "WARNING" not in await told(config, "--window", "64000")
+    assert (
+        "INFO warmfold.server no window configured: upstreams are asked how long their models' contexts are; " in first
+    )
+    assert "no window configured" not in await told(config, "--window", "64000")
     config.write_text(config.read_text() + '[[models]]\nmatch = "a"\nmax_context_tokens = 9000\n')
-    assert "WARNING" not in await told(config)
+    assert "no window configured" not in await told(config)
 
 
 @on_uvloop
