@@ -9,14 +9,14 @@ from proxy import clock, tenancy
 from proxy import mode as modes
 from proxy.config import Config, Upstream
 from proxy.core import conversation as conversations
-from proxy.core import echo, fingerprint
+from proxy.core import fingerprint, rewrite
 from proxy.core.conversation import Conversation
 from proxy.core.limits import Limits, limits
 from proxy.core.model import Facts, Recalled, SessionId
 from proxy.core.openai import ChatRequest
 from proxy.core.reader import Reader
 from proxy.discovery import Discovery
-from proxy.metrics import Metrics, Recall
+from proxy.metrics import Metrics, Recall, Unread
 from proxy.mode import Mode
 from proxy.store import Store
 from proxy.talk import Talk
@@ -59,8 +59,12 @@ class Identifier:
         """
         coding = tenancy.header(inbound.headers, "content-encoding").strip().lower()
         if not isinstance(inbound.body, bytes) or coding not in ("", "identity"):
+            self._metrics.unread(Unread.CODED)
             return None
-        return self._reader.parse(inbound.body, self._id_fields)
+        parsed = self._reader.parse(inbound.body, self._id_fields)
+        if parsed is None:
+            self._metrics.unread(Unread.UNPARSABLE)
+        return parsed
 
     async def talk(
         self,
@@ -96,14 +100,12 @@ class Identifier:
         return Talk(inbound, upstream, policy, mode, found, window, sizes, recalled, lineage, factor, clock.now_ms())
 
     async def _recall(self, found: Conversation) -> Recalled | None:
-        """What the store knows. A checkpoint that may speak of an answer which the client has changed since is buried: the one before stands."""
+        """What the store knows. A checkpoint that what came later speaks against is buried: the one before stands."""
         recalled = await self._store.recall(found.query)
         own, session = (recalled.own, recalled.session) if recalled else (None, None)
-        if own is None or session is None or not echo.refutes(found.messages, own):
+        if own is None or session is None or not rewrite.is_outdated(found, own):
             return recalled
-        log.info(
-            "the client changed the answer that a checkpoint speaks of session=%s checkpoint=%s", session.id, own.id
-        )
+        log.info("what came later speaks against a checkpoint session=%s checkpoint=%s", session.id, own.id)
         if not await self._store.undo(session.id, session.counters.turns):
             return recalled
         return await self._store.recall(found.query)

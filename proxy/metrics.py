@@ -52,6 +52,15 @@ class Recall(StrEnum):
     """The store did not answer in time."""
 
 
+class Unread(StrEnum):
+    """Why a chat completion was relayed without being looked at."""
+
+    CODED = "coded"
+    """Its body is compressed."""
+    UNPARSABLE = "unparsable"
+    """No JSON object with a list of messages, a key twice, or too deep: the provider judges it."""
+
+
 class Retry(StrEnum):
     """Why one client request made a further call to the upstream."""
 
@@ -89,6 +98,9 @@ class Metrics:
         )
         self._retries = counter(
             "retries", "Further calls to the upstream for one client request, by cause.", cause=Retry
+        )
+        self._unread = counter(
+            "unread_requests", "Chat completions that were relayed untouched because they could not be read.", because=Unread
         )
         self._recalls = counter("recalls", "Lookups of a conversation, by what the store knew.", outcome=Recall)
         self._applied = counter(
@@ -179,6 +191,10 @@ class Metrics:
     def retried(self, cause: Retry) -> None:
         """One more call to the upstream for the same client request."""
         self._retries.labels(cause).inc()
+
+    def unread(self, because: Unread) -> None:
+        """A chat completion goes out as it came, and nothing is done for it."""
+        self._unread.labels(because).inc()
 
     def recalled(self, outcome: Recall) -> None:
         """A conversation was looked up."""

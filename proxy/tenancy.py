@@ -28,6 +28,13 @@ def header(headers: Headers, name: str) -> str:
     return next((value for key, value in headers if key.lower() == low), "")
 
 
+def the_only(headers: Headers, name: str) -> str:
+    """The value of a header that must not be ambiguous; "" also where two differ: whoever put one in front of the gateway's would choose."""
+    low = name.lower()
+    values = {value for key, value in headers if key.lower() == low}
+    return values.pop() if len(values) == 1 else ""
+
+
 class Tenants:
     """Names tenants. `secret` keys the hash; empty: the one in the store is used."""
 
@@ -41,7 +48,7 @@ class Tenants:
     async def of(self, headers: Headers) -> str | None:
         """The tenant of a request; None: the header that names it is missing, so no sessions."""
         if self._header:
-            named = header(headers, self._header)
+            named = the_only(headers, self._header)
             return await self._name(f"header:{named}") if named else None
         return await self.of_credential(tuple(header(headers, name) for name in _CREDENTIALS))
 

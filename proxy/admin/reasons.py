@@ -36,7 +36,7 @@ SENTENCES: Final[Mapping[Because, str]] = MappingProxyType(
         Because.TIMEOUT: "The summary took too long (compaction.timeout_s, or compaction.inline_timeout_s in front of a request).",
         Because.STATUS: "The provider answered the compaction call with an error.",
         Because.RATE_LIMITED: "The provider answered with 429 or 503: too many requests.",
-        Because.OVERFLOW: "The provider says that the compaction call itself exceeds the window.",
+        Because.OVERFLOW: "The provider says that the call exceeds its context length; in the header: the request did so once more after it was compacted.",
         Because.MALFORMED: "The provider's answer is no chat completion.",
         Because.EMPTY: "The summary is empty.",
         Because.TRUNCATED: "The summary was cut off at its limit of tokens (compaction.max_summary_tokens).",

@@ -5,6 +5,7 @@ A tap never disturbs the relay: it keeps the bytes as they pass (bounded) and re
 
 from __future__ import annotations
 
+import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -208,18 +209,31 @@ def read_stream(data: bytes, *, want_text: bool) -> Answer:
         usage=usage,
         complete=not failed and bool(done or finish),
         finish=finish,
-        text="".join(texts) if plain else None,
+        text=_joined(texts) if plain else None,
         reasoning="".join(thoughts) or None if plain else None,
         failed=failed,
     )
 
 
+def _joined(texts: list[str]) -> str:
+    """One text, in which the halves of a surrogate pair that came in two chunks have found each other."""
+    return "".join(texts).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def _json(data: bytes) -> Mapping[str, object] | None:
-    try:
-        found = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
+    found = parsed(data)
     return found if isinstance(found, Mapping) else None
+
+
+def parsed(data: bytes) -> object:
+    """A JSON text; None where it is none. Half surrogate pairs, which a stream may hold where it cuts an emoji, and NaN are taken as well."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError):
+            return None
 
 
 def _speaks_otherwise(message: Mapping[str, object]) -> bool:

@@ -97,7 +97,7 @@ def _text(content: object) -> str:
 
 def judge(raw: str, *, finished: bool) -> Summary | Rejected:
     """A text as a summary."""
-    text = without_thoughts(raw)
+    text = without_thoughts(raw, HEADINGS)
     if not text:
         return Rejected(Because.EMPTY)
     if len(text.encode("utf-8", "replace")) > MAX_TEXT_BYTES:

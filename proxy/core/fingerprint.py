@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import xxhash
 
@@ -81,11 +81,35 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _opaque(element: bytes) -> Facts:
-    """A message we cannot read means its bytes, and no cut falls beside it (a role that nobody has)."""
+    """A message we cannot read means its bytes, and no cut falls in front of it (a role that nobody has).
+
+    Where a key stands twice one parser takes the first value and another the last: it calls and answers what either of them finds.
+    """
     same = byte_hash(element)
+    readings = [read for keep in (dict, _keep_first) if isinstance(read := _parsed(element, keep), dict)]
     return Facts(
-        "", same, same, (), (), "", tokens.MESSAGE_OVERHEAD + len(element) // 3, reasoning=False, spliceable=False
+        role="",
+        digest=same,
+        byte_hash=same,
+        calls=tuple(dict.fromkeys(name for read in readings for name in _calls(read))),
+        answers=tuple(dict.fromkeys(name for read in readings for name in _answers(read))),
+        opening="",
+        weight=tokens.MESSAGE_OVERHEAD + len(element) // 3,
+        reasoning=False,
+        spliceable=False,
     )
+
+
+def _parsed(element: bytes, keep: Callable[[list[tuple[str, object]]], dict[str, object]]) -> object:
+    """The JSON value, with of equal keys the one that is kept; None where it is none, or too deep."""
+    try:
+        return json.loads(element, object_pairs_hook=keep)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _keep_first(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    return dict(reversed(pairs))
 
 
 def _content(content: object) -> object:

@@ -74,11 +74,12 @@ class ChatRequest:
 
 
 def read(body: bytes, fields: frozenset[str] = frozenset()) -> ChatRequest | None:
-    """The request, or None where the provider shall judge it alone: no JSON object, no list of messages, a key twice, too deep.
+    """The request, or None where the provider shall judge it alone: no JSON object, no list of messages, a key twice, no UTF-8, too deep.
 
     `fields` are further members to read into `scalars`: those that may hold a session id.
     """
     try:
+        body.decode()  # JSON is UTF-8; what is only cut into slices is not looked at that closely
         found = jsonslice.members(body)
         scalars: dict[str, object] = {}
         where = None
@@ -87,6 +88,8 @@ def read(body: bytes, fields: frozenset[str] = frozenset()) -> ChatRequest | Non
                 where = (member.start, member.end)
             elif member.key in _READ or member.key in fields:
                 scalars[member.key] = _any.decode(memoryview(body)[member.start : member.end])
+                if member.key == "cache_salt":
+                    scalars[member.key] = _as_text(scalars[member.key])
         if where is None:
             return None
         start, end = where
@@ -96,6 +99,11 @@ def read(body: bytes, fields: frozenset[str] = frozenset()) -> ChatRequest | Non
     if not messages:
         return None
     return ChatRequest(body, body[: start + 1], messages, body[end - 1 :], scalars, _schema_bytes(found))
+
+
+def _as_text(salt: object) -> object:
+    """A salt that is no text as JSON: SGLang takes a list of several, and what has another salt shares no cache."""
+    return salt if salt is None or isinstance(salt, str) else msgspec.json.encode(salt).decode()
 
 
 def schema_bytes(head: bytes, tail: bytes) -> int:

@@ -7,7 +7,7 @@ reuse ids, so a result belongs to the nearest earlier call of its id that has no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from proxy.core.limits import Limits
@@ -42,6 +42,12 @@ def legal_cuts(facts: Sequence[Facts], offset: int = 0) -> tuple[int, ...]:
     )
 
 
+def parts(facts: Sequence[Facts], cuts: Iterable[int]) -> bool:
+    """Whether one of the cuts parts a call from its result. One that did not may do so later: a result may come long after its call was given up."""
+    parted = _parted(facts)
+    return any(parted[cut] for cut in cuts)
+
+
 def _parted(facts: Sequence[Facts]) -> list[bool]:
     """parted[c]: a cut before c would part a call from a result."""
     open_calls: dict[str, list[int]] = {}
@@ -59,12 +65,26 @@ def _parted(facts: Sequence[Facts]) -> list[bool]:
             # An older call of this id that never got its result will not get one now: the nearest call wins.
             open_calls.setdefault(call_id, []).append(at)
             last_of[call_id] = at
+    for first, last in _ambiguous(facts):
+        depth[first + 1] += 1
+        depth[last + 1] -= 1
     parted = []
     level = 0
     for at in range(len(facts)):
         level += depth[at]
         parted.append(level > 0)
     return parted
+
+
+def _ambiguous(facts: Sequence[Facts]) -> Iterable[tuple[int, int]]:
+    """First and last message of each id that a message without a readable role calls or answers: whose result is whose is anybody's guess."""
+    ids = {name for message in facts if not message.role for name in (*message.calls, *message.answers)}
+    spans: dict[str, tuple[int, int]] = {}
+    for at, message in enumerate(facts if ids else ()):
+        for name in (*message.calls, *message.answers):
+            if name in ids:
+                spans[name] = (spans.get(name, (at, at))[0], at)
+    return spans.values()
 
 
 def choose(

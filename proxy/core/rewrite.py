@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.core import echo, jsonslice
+from proxy.core import echo, jsonslice, region
 from proxy.core.conversation import Conversation
 from proxy.core.jsonslice import NotSliceable
 from proxy.core.model import Checkpoint, Recalled
@@ -50,12 +50,18 @@ def applicable(recalled: Recalled | None, conversation: Conversation) -> Checkpo
 
 
 def _covers(checkpoint: Checkpoint, conversation: Conversation) -> bool:
-    """Whether covered and seen prefix are this request's, with at least one message left for the tail, and the answer seen is not another."""
+    """Whether covered and seen prefix are this request's, with at least one message left for the tail, and nothing since speaks against it."""
     ref, chain = checkpoint.ref, conversation.chain
     if ref.dead or not 0 <= ref.from_ < ref.k < len(chain) or not ref.k <= ref.seen_len <= len(chain):
         return False
     on_chain = chain[ref.k - 1] == ref.digest_k and chain[ref.seen_len - 1] == ref.seen
-    return on_chain and not echo.refutes(conversation.messages, checkpoint)
+    return on_chain and not is_outdated(conversation, checkpoint)
+
+
+def is_outdated(conversation: Conversation, checkpoint: Checkpoint) -> bool:
+    """Whether what came after it speaks against a checkpoint of this chain: the answer it read was another, or a covered call's result is here."""
+    ref, facts = checkpoint.ref, conversation.facts
+    return region.parts(facts, (ref.from_, ref.k)) or echo.refutes(conversation.messages, checkpoint)
 
 
 def route(request: ChatRequest, preamble_length: int, checkpoint: Checkpoint | None) -> Routed:

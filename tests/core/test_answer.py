@@ -461,3 +461,20 @@ def test_recorded_answers(sample: Path) -> None:
         carriers = [whole] if isinstance(whole, dict) else []
         assert found.complete is bool(choices)
     assert found.usage == _counted(carriers)
+
+
+def test_halves_of_an_emoji_and_numbers_that_are_none_are_read() -> None:
+    whole = (
+        rb'{"choices":[{"message":{"content":"a \ud83d"},"finish_reason":"stop"}],"usage":{"prompt_tokens":5},"x":NaN}'
+    )
+    answer = read_whole(whole, want_text=True)
+    assert (answer.complete, answer.usage.prompt) == (True, 5)
+
+    def event(text: bytes) -> bytes:
+        return b'data: {"choices":[{"index":0,"delta":{"content":"' + text + b'"}}]}\n\n'
+
+    end = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    assert (
+        read_stream(event(b"a ") + event(rb"\ud83d") + event(rb"\ude00 b") + end, want_text=True).text
+        == "a \U0001f600 b"
+    )

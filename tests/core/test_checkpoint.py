@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core import checkpoint, replay, thoughts, tokens
+from proxy.core import checkpoint, replay, tokens
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.model import Because, Checkpoint, CheckpointRef, Said, Scope
+from proxy.core.thoughts import without_thoughts
 
 GOOD = "Task and intent: fix the parser.\nDecisions: keep the old API.\nNext steps: run the tests."
 BEGINS, ENDS = (
@@ -205,13 +206,13 @@ def test_no_answer_makes_it_raise(answer: object) -> None:
     st.sampled_from(("think", "thinking", "thought", "reasoning")),
 )
 def test_a_block_of_thoughts_goes_and_the_rest_stays(thoughts: str, text: str, tag: str) -> None:
-    assert thoughts.without_thoughts(f"<{tag}>{thoughts.replace('<', '')}</{tag}>{text}") == text.strip()
+    assert without_thoughts(f"<{tag}>{thoughts.replace('<', '')}</{tag}>{text}") == text.strip()
 
 
 @given(st.text())
 def test_what_has_no_tag_stays_as_it_is(text: str) -> None:
     if "<" not in text:
-        assert thoughts.without_thoughts(text) == text.strip()
+        assert without_thoughts(text) == text.strip()
 
 
 TAGS = (

@@ -12,5 +12,10 @@ end
 redis.call('LPUSH', j, line)
 redis.call('LTRIM', j, 0, keep - 1)
 redis.call('PEXPIRE', j, ttl)
-redis.call('HSET', base .. 's:' .. lineage, 'last', ARGV[5], 'fails', ARGV[6], 'until', ARGV[7], 'idle', ARGV[8], 'pending', '', 'since', '')
+-- An attempt that ends behind a newer one (its worker slept and lost the lock) does not bring the next one nearer.
+local last, known = tonumber(ARGV[5]), tonumber(redis.call('HGET', base .. 's:' .. lineage, 'last'))
+if last and known and known > last then
+  last = known
+end
+redis.call('HSET', base .. 's:' .. lineage, 'last', last or ARGV[5], 'fails', ARGV[6], 'until', ARGV[7], 'idle', ARGV[8], 'pending', '', 'since', '')
 return 1
