@@ -59,6 +59,21 @@ class Checkpoints(Protocol):
         """
         ...
 
+    async def is_in_flight(self, session: SessionId) -> bool | None:
+        """Whether anybody holds that lock now; None: the store cannot tell."""
+        ...
+
+    async def offer(self, session: SessionId, checkpoint: Checkpoint) -> bool:
+        """Keep a checkpoint for a session whose first turn is not stored yet: other workers that wait for this flight find it.
+
+        It replaces one that was offered before, and is gone after ten minutes, with the session's first commit or its deletion.
+        """
+        ...
+
+    async def offered(self, session: SessionId) -> Checkpoint | None:
+        """The checkpoint that was offered for this session; None: there is none, or the store is out."""
+        ...
+
     async def session(self, session: SessionId) -> Session | None:
         """The session as it is now; None: unknown, or the store is out."""
         ...

@@ -1,6 +1,6 @@
 """Where a root's values lie. All keys of a root share one hash tag, so that a script, and a cluster's slot, holds all of them.
 
-docs/store.md lists the keys with their bytes and times to live. The keys that only scripts use (`x:`, `k:`, `m`) are built in proxy/store/lua.
+docs/store.md lists the keys with their bytes and times to live. The keys that only scripts use (`x:`, `k:`, `l:`, `m`, `u`) are built in proxy/store/lua.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Keys:
         """A session's journal."""
         return self.base + encoded(f"j:{lineage}")
 
-    def lock(self, lineage: str) -> bytes:
-        """A session's lock."""
-        return self.base + encoded(f"l:{lineage}")
+    def offer(self, lineage: str) -> bytes:
+        """The checkpoint made for a session whose first turn is not stored yet."""
+        return self.base + encoded(f"o:{lineage}")
 
 
 def of_tenant(tenant: str) -> str:

@@ -95,6 +95,9 @@ class Line:
                 raise self._failed(ticket, Trouble.REFUSED) from None
             raise self._failed(ticket, Trouble.UNREACHABLE) from None
         except RedisError as error:
+            if str(error).startswith("WRONGTYPE"):
+                self._answered(ticket)
+                raise self._counted(Trouble.TYPE) from None
             # The server is there and said no. Its text may quote our arguments, so only the type is logged.
             self._answered(ticket)
             log.warning("store refused a command error=%s", type(error).__name__)

@@ -59,6 +59,10 @@ _CHECKED_AT_ONCE = 1024 * 1024
 
 _DRAIN_S = 5.0
 
+OFFERED_MS = 600_000
+"""For how long a checkpoint waits for its session's first turn to be stored: longer than most answers take, and no longer than needed,
+since the text cannot be deleted by a session's name before the session is there."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 D = TypeVar("D")
@@ -104,6 +108,7 @@ class RedisStore:
         self._at_end = at_end
         self._line = line
         self._tasks = tasks
+        self._locks = Tasks()
         self._lifetimes = lifetimes
         self._writer = Writer(line, tasks, lifetimes)
 
@@ -151,7 +156,32 @@ class RedisStore:
 
     def flight(self, session: SessionId, ttl_s: float) -> AbstractAsyncContextManager[bool | None]:
         """The session's lock: see lock.py."""
-        return lock.held(self._line, self._tasks, Keys.around(session).lock(session.lineage), ttl_s)
+        return lock.held(self._line, self._locks, session, ttl_s)
+
+    @fails_open(None)
+    async def is_in_flight(self, session: SessionId) -> bool | None:
+        """Whether anybody holds the session's lock."""
+        return await lock.is_taken(self._line, session)
+
+    @fails_open(False)
+    async def offer(self, session: SessionId, checkpoint: Checkpoint) -> bool:
+        """One value beside the session, which may not be there yet; the newest replaces one before it."""
+        of = Keys.around(session)
+        value = values.checkpoint_value(of.owner, checkpoint)
+        await self._line.command(("SET", of.offer(session.lineage), value, "PX", OFFERED_MS), self._line.long_s)
+        return True
+
+    @fails_open(None)
+    async def offered(self, session: SessionId) -> Checkpoint | None:
+        """What was offered; a checkpoint of another session is none."""
+        of = Keys.around(session)
+        value = await self._line.command(("GET", of.offer(session.lineage)), self._line.long_s)
+        if value is None:
+            return None
+        found = values.checkpoint(of.owner, value)
+        if found.session != str(session):
+            raise Unreadable(Trouble.IDENTITY)
+        return found
 
     @fails_open(None)
     async def session(self, session: SessionId) -> Session | None:
@@ -261,8 +291,9 @@ class RedisStore:
         return gone
 
     async def close(self) -> None:
-        """Write what waits, at most 5 s long, then let go of the connections, and of the server if it is ours."""
+        """Write what waits, at most 5 s long, then let go of the locks, the connections, and of the server if it is ours."""
         await self._tasks.drain(_DRAIN_S)
+        await self._locks.drain(self._line.short_s)
         await self._line.close()
         await self._at_end()
 

@@ -64,5 +64,7 @@ COMMIT = _load("commit")
 NOTE = _load("note")
 UNDO = _load("undo")
 DELETE = _load("delete")
+LOCK = _load("lock")
 
-BY_SHA: dict[Argument, Script] = {script.sha: script for script in (RECALL, SESSION, SAVE, COMMIT, NOTE, UNDO, DELETE)}
+_ALL = (RECALL, SESSION, SAVE, COMMIT, NOTE, UNDO, DELETE, LOCK)
+BY_SHA: dict[Argument, Script] = {script.sha: script for script in _ALL}

@@ -125,7 +125,8 @@ def checkpoint(owner: str, value: bytes, id: str | None = None) -> Checkpoint:
     if schema != SCHEMA.encode():
         raise Unreadable(Trouble.SCHEMA)
     name = rest.split(b"|", 2)[1] if rest.count(b"|") > 1 else b""
-    seal = sealed(owner, id if id is not None else name.decode("utf-8", "surrogatepass"))
+    # Replaced bytes make another name, and so no seal of this value.
+    seal = sealed(owner, id if id is not None else name.decode("utf-8", "replace"))
     if not value.startswith(seal):
         raise Unreadable(Trouble.IDENTITY)
     at = len(seal) + _DIGEST_BYTES

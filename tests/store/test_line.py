@@ -38,6 +38,9 @@ async def _everything(store: Store, client: Client) -> list[object]:
             store.delete_tenant(client.tenant),
             store.tenant_secret(),
             flight(),
+            store.is_in_flight(client.id),
+            store.offered(client.id),
+            store.offer(client.id, client.checkpoint(2)),
             store.save(client.saved()),
             store.commit(client.commit(0, client.checkpoint(2))),
             store.note(client.id, attempt(), client.saved().inherit),
@@ -48,7 +51,7 @@ async def _everything(store: Store, client: Client) -> list[object]:
         )
 
 
-ALL_OUT = [None] * 8 + [False] * 6 + [()]
+ALL_OUT = [None] * 10 + [False] * 7 + [()]
 
 
 async def test_without_a_server_all_calls_fail_open_and_it_is_found_when_it_comes(

@@ -2,7 +2,8 @@
 -- Returns 1, or 0 where the session is gone. `turns` stays: one may have been saved while the compaction ran.
 
 local lineage, line, keep, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-if not record(lineage) then
+local values = record(lineage)
+if not values then
   return 0
 end
 local j = base .. 'j:' .. lineage
@@ -13,7 +14,7 @@ redis.call('LPUSH', j, line)
 redis.call('LTRIM', j, 0, keep - 1)
 redis.call('PEXPIRE', j, ttl)
 -- An attempt that ends behind a newer one (its worker slept and lost the lock) does not bring the next one nearer.
-local last, known = tonumber(ARGV[5]), tonumber(redis.call('HGET', base .. 's:' .. lineage, 'last'))
+local last, known = tonumber(ARGV[5]), whole(values[AT.last])
 if last and known and known > last then
   last = known
 end

@@ -70,7 +70,7 @@ local function checkpoint(ref)
 end
 
 local function own(values)
-  local refs = refs_in(values[AT.refs])
+  local refs = values.refs
   for i = #refs, 1, -1 do
     local value = covers(refs[i]) and checkpoint(refs[i])
     if value then
@@ -87,7 +87,7 @@ local function foreign()
     return found
   end
   backwards(base .. 'k:', n - 1, function(k, value)
-    for _, ref in ipairs(refs_in(value)) do
+    for _, ref in ipairs(refs_in(value) or {}) do
       local text = ref.k == k and not preambles[ref.preamble] and covers(ref) and checkpoint(ref)
       if text then
         preambles[ref.preamble] = true
@@ -107,4 +107,4 @@ local mine = false
 if session and session[2] == tonumber(session[3][AT.n]) and session[3][AT.explicit] == explicit then
   mine = own(session[3])
 end
-return {session, mine, mine and {} or foreign(), faults, tonumber(ask('GET', base .. 'u') or 0) or 0}
+return {session, mine, mine and {} or foreign(), faults, unapplied()}

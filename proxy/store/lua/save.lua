@@ -18,15 +18,17 @@ end
 
 local old = record(lineage)
 -- A record whose entries are gone is newer than nothing; its counters and its generation still count.
-if old and entries_fit(lineage, old) then
+local fits = old and entries_fit(lineage, old)
+if fits then
   local had, since_then = tonumber(old[AT.n]), tonumber(old[AT.started])
   if n < had or (n == had and started < since_then) then
     return 'stale'
   end
 end
 if from > 0 then
-  -- Two turns may have left the same end side by side: only the one whose prefix is still the stored one is put behind it.
-  local joint = old and chain_at(lineage, from)
+  -- Two turns may have left the same end side by side: only the one whose prefix is still the stored one is put behind it. And nothing is
+  -- put into entries that are damaged: what they hold behind it would stay there.
+  local joint = fits and chain_at(lineage, from)
   if not joint or (before ~= '' and joint ~= before) then
     return 'gap'
   end
@@ -54,7 +56,7 @@ if explicit ~= '' then
   -- The tenant's entry goes to whoever came first, while that one lives.
   local entry = base .. 'x::' .. finish
   local holder = ask('GET', entry)
-  if not holder or holder == lineage or redis.call('EXISTS', base .. 's:' .. holder) == 0 then
+  if not holder or holder == lineage or not record(holder) then
     redis.call('SET', entry, lineage, 'PX', session_ttl)
   end
 end

@@ -5,7 +5,7 @@ local values = record(lineage)
 if not values then
   return 0
 end
-local refs = refs_in(values[AT.refs])
+local refs = values.refs
 local buried
 for i = #refs, 1, -1 do
   if refs[i].dead == 0 then
@@ -26,7 +26,7 @@ if head and #head == #seal + CHAIN + 1 and is_sealed(head, seal) then
 end
 local ending = base .. 'k:' .. buried.digest_k
 local others = {}
-for _, ref in ipairs(refs_in(ask('GET', ending))) do
+for _, ref in ipairs(refs_in(ask('GET', ending)) or {}) do
   if ref.id ~= buried.id then
     others[#others + 1] = ref
   end

@@ -6,6 +6,7 @@ import asyncio
 import random
 from dataclasses import replace
 
+import pytest
 from redis.asyncio import Redis
 
 from proxy.core.model import Counters, Pending, Trigger
@@ -83,6 +84,31 @@ async def test_a_checkpoint_of_a_branch_that_is_gone_stands_in_nobodys_way(store
     assert found is not None
     assert found.own is not None
     assert found.own.id == "shorter"
+
+
+@pytest.mark.parametrize(
+    ("why", "seen_len", "stands_in_the_way"),
+    [
+        ("covers and has seen what both branches share", 4, True),
+        ("covers what both share, and has seen what only the other one says", 5, False),
+        ("was made in front of a request that never became a turn", 12, False),
+    ],
+)
+async def test_a_checkpoint_that_has_seen_another_branch_stands_in_nobodys_way(
+    store: Store, troubles: Troubles, why: str, seen_len: int, stands_in_the_way: bool
+) -> None:
+    """No request of this branch may have its text: if it kept others out, none would ever have a checkpoint."""
+    old, gone = Client(talk(8)), Client(talk(12))
+    await committed(store, old, gone.checkpoint(3, seen_len=seen_len))
+    new = Client((*talk(4), *talk(6, "new")), lineage=old.lineage)
+    assert await store.save(new.saved(await store.session(old.id), started_ms=2000))
+    made = new.checkpoint(2, generation=2)
+    assert await store.commit(new.commit(1, made)) is not stands_in_the_way, why
+    assert troubles.seen["order"] == stands_in_the_way
+    found = await store.recall(new.query)
+    assert found is not None
+    assert found.own is not None
+    assert found.own.k == (3 if stands_in_the_way else 2)
 
 
 async def test_a_commit_is_refused_unless_it_builds_on_what_is(store: Store, troubles: Troubles) -> None:
@@ -184,8 +210,42 @@ async def test_what_was_not_applied_is_forgotten_after_the_pause(store: Store, r
     assert 890_000 < await raw.pttl(key) <= 900_000  # the newest one counts for the whole pause, and the others with it
     await raw.delete(key)
     assert await _unapplied(store, client) == 0
-    await raw.set(key, "what is this", ex=60)
+    for foreign in ("what is this", "inf", "-3", "1.5", "9" * 30):
+        await raw.set(key, foreign, ex=60)
+        assert await _unapplied(store, client) == 0
+    await raw.set(key, "7")  # without an end it would hold compactions up for ever
     assert await _unapplied(store, client) == 0
+
+
+async def test_an_offer_serves_other_workers_until_the_session_can_have_it(
+    store: Store, other: Store, raw: Redis
+) -> None:
+    """The session's first turn is under way: there is nothing yet that a commit could build on."""
+    client = Client(talk(8))
+    first, second = client.checkpoint(2), client.checkpoint(4)
+    assert await store.offered(client.id) is None
+    assert await store.offer(client.id, first)
+    assert await other.offered(client.id) == first
+    assert await store.offer(client.id, second)  # the next pass
+    assert await other.offered(client.id) == second
+    assert await other.offered(replace(client.id, lineage="another")) is None
+    assert 590_000 < await raw.pttl(Keys.around(client.id).offer(client.lineage)) <= 600_000
+    found = await other.recall(client.query)
+    assert found is not None
+    assert (found.session, found.own, found.foreign) == (None, None, ())  # it is no session's yet
+
+    await committed(store, client, second)
+    assert await other.offered(client.id) is None
+
+
+async def test_an_offer_goes_with_its_session_and_with_its_tenant(store: Store, raw: Redis) -> None:
+    client = Client(talk(8))
+    await store.offer(client.id, client.checkpoint(2))
+    await store.delete(client.id)
+    assert await store.offered(client.id) is None
+    await store.offer(client.id, client.checkpoint(2))
+    assert await store.delete_tenant(client.tenant) == 1
+    assert not await raw.keys("wf:*")
 
 
 async def test_a_note_sets_what_limits_the_next_and_forgets_what_was_pending(store: Store) -> None:

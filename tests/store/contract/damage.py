@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 from proxy.core.model import Checkpoint, Counters, Recalled, Session
 from proxy.store import Store
 from proxy.store.keys import Keys
+from proxy.store.scripts import FIELDS
 from store.builders import (
     OTHER_TENANT,
     Client,
@@ -246,3 +247,132 @@ async def test_values_of_another_version_read_as_none(store: Store, raw: Redis, 
     assert set(troubles.seen) == {"schema", "gone"}
     assert await store.save(client.saved(started_ms=2000))
     assert await store.session(client.id) is not None
+
+
+FOREIGN = {
+    "a set": None,
+    "nothing": b"",
+    "text": b"what is this",
+    "bytes": b"\xff\x00" * 40,
+    "a number": b"7",
+    "no whole number": b"1.5",
+    "no number": b"nan",
+    "a huge number": b"9" * 40,
+}
+"""Values that somebody else may have put under one of our keys, by kind; without a time to live."""
+
+
+async def _put(raw: Redis, key: bytes, foreign: bytes | None) -> None:
+    await raw.delete(key)
+    await (raw.sadd(key, "what is this") if foreign is None else raw.set(key, foreign))
+
+
+async def _goes_on(store: Store, client: Client, generation: int) -> None:
+    """The next turn is stored whatever lies there, and a compaction behind it finds its way into the request after that."""
+    found = await store.recall(client.query)
+    assert found is not None
+    session = found.session if found.session and found.matched == found.session.length else None
+    assert await store.save(client.saved(session, started_ms=9000))
+    known = await store.session(client.id)
+    assert known is not None
+    async with store.flight(client.id, 10) as mine:
+        assert mine is True
+        made = client.checkpoint(3, generation=known.generation + 1, id=f"behind{generation}")
+        assert await store.commit(client.commit(known.version, made))
+        assert await store.note(client.id, attempt(), Counters(last_turn=1))
+    found = await store.recall(client.query)
+    assert found is not None
+    assert found.own == made
+    assert found.root_unapplied >= 1
+    assert len(await store.journal(client.id)) >= 1
+    assert await store.checkpoint(client.id, made.id) == made
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize("kind", [b"x", b"s", b"d", b"c", b"k", b"m", b"u", b"j", b"l", b"o"])
+async def test_a_foreign_value_holds_nothing_up(store: Store, raw: Redis, kind: bytes, foreign: str) -> None:
+    """No script stops half-way at it: what was not done was not begun, and the next turn and the next compaction work."""
+    client = Client(talk(6), explicit="id")
+    made = client.checkpoint(2)
+    await committed(store, client, made)
+    await store.note(client.id, attempt(), Counters())
+    assert await store.offer(client.id, made)
+    if kind == b"l":
+        await raw.set(Keys.around(client.id).base + b"l:" + client.lineage.encode(), "token")
+    keys = [key for key in await raw.keys("wf:{*") if key.split(b"}:")[1].startswith(kind)]
+    assert keys
+    for key in keys:
+        await _put(raw, key, FOREIGN[foreign])
+
+    refused = client.checkpoint(4, generation=2, id="refused")
+    known = await store.session(client.id)
+    if not await store.commit(client.commit(1, refused)):
+        assert known is None
+        assert await store.checkpoint(client.id, refused.id) is None
+        assert not [key for key in await raw.keys("wf:{*") if b"refused" in key]
+    else:
+        assert await store.undo(client.id, 0)
+    await _goes_on(store, client, 1)
+
+    for key in keys:
+        await _put(raw, key, FOREIGN[foreign])
+    await store.undo(client.id, 0)
+    await store.delete(client.id)
+    assert await store.session(client.id) is None
+    assert await store.offered(client.id) is None
+    assert await store.journal(client.id) == ()
+    await _goes_on(store, client, 2)
+
+
+@pytest.mark.parametrize("foreign", [kind for kind in FOREIGN if kind != "a set"])
+@pytest.mark.parametrize("name", FIELDS)
+async def test_a_foreign_field_of_a_record_holds_nothing_up(store: Store, raw: Redis, name: str, foreign: str) -> None:
+    client = Client(talk(6))
+    await committed(store, client, client.checkpoint(2))
+    await raw.hset(Keys.around(client.id).base + b"s:" + client.lineage.encode(), name, FOREIGN[foreign])
+    await _goes_on(store, client, 1)
+    assert await store.undo(client.id, 0)
+    assert await store.delete(client.id)
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+async def test_a_foreign_offer_is_none(store: Store, raw: Redis, foreign: str) -> None:
+    client = Client(talk(6))
+    key = Keys.around(client.id).offer(client.lineage)
+    await _put(raw, key, FOREIGN[foreign])
+    assert await store.offered(client.id) is None
+    made = client.checkpoint(2)
+    assert await store.offer(client.id, made)
+    assert await store.offered(client.id) == made
+    value = await raw.get(key)
+    await raw.set(key, value[: len(value) // 2], ex=60)
+    assert await store.offered(client.id) is None
+    other = replace(client, lineage="another")
+    await raw.set(Keys.around(other.id).offer(other.lineage), value, ex=60)
+    assert await store.offered(other.id) is None  # somebody else's
+
+
+async def test_a_turn_is_not_put_into_entries_that_are_damaged(store: Store, raw: Redis, troubles: Troubles) -> None:
+    """What they hold behind it would stay there, and the session could never be read again: the next turn brings all of it."""
+    client = Client(talk(3))
+    assert await store.save(client.saved())
+    known = await store.session(client.id)
+    await raw.append(Keys.around(client.id).base + b"d:" + client.lineage.encode(), b"?" * 32 * 4)
+    longer = client.says(*talk(2, "on"))
+    assert not await store.save(longer.saved(known, started_ms=2000))
+    assert troubles.seen["gap"] == 1
+    assert await store.save(longer.saved(started_ms=3000))
+    found = await store.session(longer.id)
+    assert found is not None
+    assert found.entries == longer.entries
+
+
+async def test_what_is_of_another_type_is_counted_so(store: Store, raw: Redis, troubles: Troubles) -> None:
+    client = Client(talk(2))
+    of = Keys.around(client.id)
+    for key in (of.checkpoint("id"), of.journal(client.lineage), of.offer(client.lineage)):
+        await raw.hset(key, "what", "is this")
+    assert await store.checkpoint(client.id, "id") is None
+    assert await store.journal(client.id) == ()
+    assert await store.offered(client.id) is None
+    assert troubles.seen == {"type": 3}

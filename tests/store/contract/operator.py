@@ -8,6 +8,7 @@ from redis.asyncio import Redis
 
 from proxy.core.model import Counters, SessionId
 from proxy.store import Store
+from proxy.store.keys import Keys
 from store.builders import (
     OTHER_TENANT,
     TENANT,
@@ -71,6 +72,38 @@ async def test_a_deleted_session_takes_all_checkpoints_it_ever_made(store: Store
     assert len(await raw.keys("wf:*:c:*")) == 11
     assert await store.delete(client.id)
     assert not await raw.keys("wf:*:[cksdjx]:*")
+
+
+async def test_a_deleted_session_takes_what_was_undone_with_it(store: Store, raw: Redis) -> None:
+    client = Client(talk(24))
+    await store.save(client.saved())
+    for generation in range(1, 12):
+        known = await store.session(client.id)
+        assert known is not None
+        assert await store.commit(client.commit(known.version, client.checkpoint(12, generation=generation)))
+        assert await store.undo(client.id, 0)
+    assert await store.delete(client.id)
+    assert not await raw.keys("wf:*:[cksdjx]:*")
+
+
+async def test_a_long_session_is_deleted_whole_and_what_is_anothers_stays(store: Store, raw: Redis) -> None:
+    """Longer than what is read at once."""
+    whole = talk(700)
+    known = None
+    for length in (1, 255, 256, 257, 512, 700):
+        client = Client(whole[:length], explicit="id")
+        assert await store.save(client.saved(known, started_ms=length))
+        known = await store.session(client.id)
+    for generation, k in enumerate((1, 256, 257, 699), 1):
+        assert await store.commit(client.commit(generation - 1, client.checkpoint(k, generation=generation)))
+    twin = Client(whole[:257], explicit="other", lineage="twin")
+    await committed(store, twin, twin.checkpoint(256, id="twins"))
+    assert await store.delete(client.id)
+    assert await raw.keys("wf:*:c:*") == [Keys.around(twin.id).checkpoint("twins")]
+    assert {await raw.get(key) for key in await raw.keys("wf:*:x:*")} == {b"twin"}
+    found = await store.recall(twin.query)
+    assert found is not None
+    assert found.own == twin.checkpoint(256, id="twins")
 
 
 async def test_a_deleted_tenant_leaves_nothing(store: Store, raw: Redis) -> None:

@@ -30,11 +30,12 @@ async def test_every_key_has_an_end_and_a_root_lies_in_one_slot(store: Store, ra
     await store.save(client.says(*talk(2, "on")).saved(known, started_ms=2000, applied=client.checkpoint(4).id))
     await committed(store, replace(client, lineage="twin"), replace(client, lineage="twin").checkpoint(4, id="twins"))
     await store.undo(client.id, 0)
+    await store.offer(client.id, client.checkpoint(4))
     async with store.flight(client.id, 10):
         keys = await raw.keys("*")
         ttl_ms = {key: await raw.pttl(key) for key in keys}
     kinds = {key.split(b"}:")[1].split(b":")[0] for key in keys if b"}:" in key}
-    assert kinds == set(b"b x s d c k m u l j".split())
+    assert kinds == set(b"b x s d c k m u l j o".split())
     assert [key for key, left in ttl_ms.items() if left < 0] == [b"wf:secret"]
     assert max(ttl_ms.values()) <= 7200_000
     assert len({key_slot(key) for key in keys if key != b"wf:secret"}) == 1

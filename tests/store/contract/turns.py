@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import pytest
 from redis.asyncio import Redis
 
 from proxy.core.model import Counters, Entries, Entry, Pending, Query, Recalled, Trigger
@@ -190,7 +191,10 @@ async def test_explicit_ids_separate_equal_prefixes_and_fall_back_to_the_tenant(
         assert found.session.id == plain.id
 
 
-async def test_the_tenants_entry_stays_with_the_first_id_while_that_lives(store: Store, raw: Redis) -> None:
+@pytest.mark.parametrize("foreign", [False, True])
+async def test_the_tenants_entry_stays_with_the_first_id_while_that_lives(
+    store: Store, raw: Redis, foreign: bool
+) -> None:
     prefix = talk(3)
     first, second = (Client(prefix, lineage=f"lineage{i}", explicit=f"id{i}") for i in range(2))
     asks = Client(prefix).query
@@ -200,7 +204,10 @@ async def test_the_tenants_entry_stays_with_the_first_id_while_that_lives(store:
     assert found is not None
     assert found.session is not None
     assert found.session.id == first.id
-    await raw.delete(Keys.around(first.id).base + b"s:lineage0")  # as when it ran out: the entry still names it
+    record = Keys.around(first.id).base + b"s:lineage0"
+    await raw.delete(record)  # as when it ran out: the entry still names it
+    if foreign:
+        await raw.set(record, "what is this", ex=60)
     assert await store.recall(asks) == Recalled(None, 0)
     await store.save(second.saved(started_ms=2000))
     found = await store.recall(asks)
