@@ -32,18 +32,23 @@ class Guard:
 
     async def before(self, talk: Talk, route: Route) -> Route:
         """The route, compacted where the request would not fit otherwise."""
-        requested = talk.conversation.request.requested_output
+        requested, estimate = talk.conversation.request.requested_output, talk.estimate(route.routed.applied)
+        if not pressure.must_compact(estimate, requested, talk.limits):
+            return route
+        least = talk.least
 
         def fits(prompt: int) -> bool:
-            return not pressure.must_compact(prompt, requested, talk.limits)
+            return not pressure.must_compact(prompt, requested, talk.limits, least)
 
-        if fits(talk.estimate(route.routed.applied)):
+        if fits(estimate):
             return route
         return await self.shortened(talk, route, Aim(Trigger.GUARD, fits, "inline"))
 
     async def shortened(self, talk: Talk, route: Route, aim: Aim) -> Route:
         """The route with newer checkpoints until the aim is met, or as far as it goes; its note tells what came of it."""
         until = clock.monotonic() + talk.policy.inline_timeout_s
+        if not aim.is_met(talk.least):
+            return self._failed(route, Outcome(None, Because.UNSHRINKABLE, False, None), aim)
         for number in range(talk.policy.max_passes + 1):
             left_s = until - clock.monotonic()
             estimate = talk.estimate(route.routed.applied)

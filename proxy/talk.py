@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from proxy.config import Compaction, Upstream
 from proxy.core import conversation as conversations
+from proxy.core import region
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.limits import Limits
 from proxy.core.model import Attempt, Checkpoint, Recalled, Trigger, Window
@@ -40,6 +41,20 @@ class Talk:
             return round(weight * self.factor)
         # What was counted stays counted; only what came since is estimated.
         return max(0, turn.usage.prompt + round((weight - turn.weight) * self.factor))
+
+    @property
+    def least(self) -> int:
+        """Tokens that stay in the prompt however much is covered: tools, preamble, the newest messages that belong together.
+
+        Cautious where the provider has not counted this conversation yet: our own count may be wrong by a third.
+        """
+        facts = self.conversation.facts
+        cuts = region.legal_cuts(facts)
+        coverable = sum(f.weight for f in facts[: cuts[-1]]) if cuts else 0
+        whole = conversations.weight(self.conversation, None)
+        turn = self.lineage.known.turn if self.lineage.known is not None else None
+        doubt = region.UNSHRINKABLE if turn is None or turn.usage.prompt is None else 1.0
+        return round((whole - coverable) * self.factor / doubt)
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ does not fit is cut to a line, and then left out with a count.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.core import said, tokens
@@ -97,8 +97,15 @@ def _lines(element: bytes) -> Iterator[_Line]:
         yield _Line("message", "(unreadable)", _LINE_CHARS)
         return
     role = said.role(message) or "message"
-    text = said.text(message)
+    text = said.text(message) or _otherwise(message)
     if text:
         yield _Line("result" if role in ("tool", "function") else role, text, _LIMITS.get(role, _OTHER_CHARS))
     for name, arguments in said.calls(message):
         yield _Line("called", f"{name}({arguments})", _RESULT_CHARS)
+
+
+def _otherwise(message: said.Message) -> str:
+    """What an answer says outside of its content: a refusal, or a sound, whose words may have come along."""
+    audio = message.get("audio")
+    spoken = (audio.get("transcript") or "[audio]") if isinstance(audio, Mapping) else ""
+    return said.text({"content": message.get("refusal") or spoken})

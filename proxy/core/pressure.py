@@ -36,12 +36,19 @@ def due(
     return None
 
 
-def must_compact(estimate: int, requested_output: int, limits: Limits) -> bool:
-    """Whether the routed request would not fit. A window that is only assumed never says so."""
+def must_compact(estimate: int, requested_output: int, limits: Limits, least: int = 0) -> bool:
+    """Whether the routed request would not fit. A window that is only assumed never says so.
+
+    `least`: what stays of it however much is covered (tools, preamble, newest messages). A mark that this and a checkpoint of the usual size
+    exceed is out of reach: minding it would cost a call in front of every request, and change nothing. Then the window alone counts.
+    """
     if limits.window.assumed:
         return False
-    reserved = 0 if limits.window.input_only else min(requested_output, limits.window.tokens // 4)
-    return estimate >= limits.hard or estimate + reserved > limits.window.tokens
+    total = limits.window.tokens
+    reserved = 0 if limits.window.input_only else min(requested_output, total // 4)
+    reached = least + limits.summary // 2 + limits.ledger if least else 0
+    hard = limits.hard if reached < limits.hard else total
+    return estimate >= hard or estimate + (reserved if reached + reserved <= total else 0) > total
 
 
 def after_success(counters: Counters, now_ms: int, *, applied: bool) -> Counters:

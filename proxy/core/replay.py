@@ -39,16 +39,21 @@ _DROPPED = frozenset(
             "stream",
             "stream_options",
             "stop",
+            "stop_token_ids",
+            "include_stop_str_in_output",
             "logprobs",
             "top_logprobs",
+            "prompt_logprobs",
             "prediction",
             "modalities",
             "audio",
             "store",
         ),
         *("structured_outputs", "grammar", "json_schema", "regex", "ebnf", "logit_bias", "min_tokens", "ignore_eos"),
-        *("presence_penalty", "frequency_penalty", "repetition_penalty", "repeat_penalty", "min_length"),
-        *("continue_final_message", "add_generation_prompt", "web_search_options", "plugins"),
+        *("allowed_token_ids", "bad_words", "min_length"),
+        *("presence_penalty", "frequency_penalty", "repetition_penalty", "repeat_penalty", "length_penalty"),
+        *("continue_final_message", "add_generation_prompt"),
+        *("web_search_options", "search_parameters", "enable_search", "search_options", "plugins"),
     }
 )
 _DROPPED_PREFIX = "guided_"
@@ -121,13 +126,17 @@ def build(
     kept: list[bytes] = []
     costly: list[str] = []
     capped = False
-    for member in jsonslice.members(frame):
+    members = jsonslice.members(frame)
+    stored = any(m.key == "store" and frame[m.start : m.end] == b"true" for m in members)
+    for member in members:
         if member.key == "messages":
             inner = member.raw.rindex(b"]")
             kept.append(member.raw[:inner] + b",".join(new) + member.raw[inner:])
         elif member.key in OUTPUT_KEYS:
             capped = True
             kept.append(_with_value(frame, member, b"%d" % output_tokens))
+        elif member.key == "metadata" and stored:
+            continue  # OpenAI takes it only with `store`: QwenLM/qwen-code#243
         elif _is_dropped(member, frame, keep_response_format):
             if member.key in COSTS_PREFIX:
                 costly.append(member.key)

@@ -19,6 +19,21 @@ IMAGE_TOKENS = 1100
 AUDIO_TOKENS = 600
 FILE_TOKENS = 1500
 
+_PRICES = {
+    **dict.fromkeys(("image_url", "image", "input_image", "image_file"), IMAGE_TOKENS),
+    **dict.fromkeys(("input_audio", "audio", "audio_url"), AUDIO_TOKENS),
+    **dict.fromkeys(("file", "input_file", "video_url", "video", "input_video"), FILE_TOKENS),
+}
+"""Parts that are priced whole, by their type."""
+
+_MEDIA = {"image": IMAGE_TOKENS, "audio": AUDIO_TOKENS}
+_DATA_URL = re.compile(r"data:(\w*)[^,]{0,200};base64,")
+_BASE64 = re.compile(r"[A-Za-z0-9+/=_\r\n-]{1024}")
+"""So much without a blank or a mark is no text."""
+
+_BESIDE = frozenset({"image", "images", "video", "videos", "file", "files", "attachments"})
+"""Members in which clients of some servers send attachments beside the content."""
+
 # One match is about one token of a byte-pair vocabulary with 100k to 200k entries: a word up to 7 letters (longer ones and
 # camelCase split), up to three digits or marks, a line break with its indent.
 _ASCII = re.compile(r"\n\s*|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,3}|[ \t]{2,}")
@@ -52,7 +67,12 @@ def of_message(message: Mapping[str, object]) -> int:
     for key, value in message.items():
         if key in ("role", "cache_control"):
             continue
-        total += _of_content(value) if key == "content" else _of_value(value)
+        if key == "audio" and isinstance(value, Mapping):
+            total += AUDIO_TOKENS  # an answer that was spoken, by its id or whole
+        elif key == "content":
+            total += _of_content(value)
+        else:
+            total += _of_attached(value) if key in _BESIDE else _of_value(value)
     return total
 
 
@@ -66,14 +86,45 @@ def _of_content(content: object) -> int:
 
 
 def _of_part(part: Mapping[str, object]) -> int:
+    if (price := _price(part)) is not None:
+        return price
+    # What a call was given is text, whatever it holds.
+    weigh = _of_value if part.get("type") == "tool_use" else _of_attached
+    return sum(
+        of_text(value) if key in _TEXTS and isinstance(value, str) else weigh(value)
+        for key, value in part.items()
+        if key not in ("type", "cache_control")
+    )
+
+
+_TEXTS = ("text", "content", "thinking")
+"""Members of a part that are text even if they look like base64."""
+
+
+def _price(part: Mapping[str, object]) -> int | None:
     kind = part.get("type")
-    if kind in ("image_url", "image", "input_image"):
-        return IMAGE_TOKENS
-    if kind in ("input_audio", "audio"):
-        return AUDIO_TOKENS
-    if kind in ("file", "input_file", "video_url"):
-        return FILE_TOKENS
-    return sum(_of_value(value) for key, value in part.items() if key not in ("type", "cache_control"))
+    return _PRICES.get(kind) if isinstance(kind, str) else None
+
+
+def _of_attached(value: object) -> int:
+    """The same as `_of_value` for what is no text of its own: data in base64 is priced as what it shows, and so is an image in a tool's result."""
+    if isinstance(value, str):
+        if url := _DATA_URL.match(value):
+            return _MEDIA.get(url[1], FILE_TOKENS)
+        return FILE_TOKENS if _BASE64.match(value) else of_text(value)
+    if not isinstance(value, (Mapping, list)):
+        return 0 if value is None else 1
+    if isinstance(value, list):
+        total = 0
+        for inner in value:
+            total += _of_attached(inner)
+        return total
+    if (price := _price(cast("Mapping[str, object]", value))) is not None:
+        return price
+    total = len(value)
+    for key, inner in value.items():
+        total += of_text(inner) if key in _TEXTS and isinstance(inner, str) else _of_attached(inner)
+    return total
 
 
 def _of_value(value: object) -> int:

@@ -96,6 +96,21 @@ def test_must_compact(estimate: int, output: int, expected: bool) -> None:
     assert pressure.must_compact(estimate, output, LIMITS) is expected
 
 
+@pytest.mark.parametrize(
+    ("estimate", "output", "least", "expected"),
+    [
+        pytest.param(27_820, 0, 20_000, True, id="the hard watermark is in reach"),
+        pytest.param(27_820, 0, 25_000, False, id="what stays exceeds it"),
+        pytest.param(32_000, 0, 25_000, True, id="but the request does not fit at all"),
+        pytest.param(25_000, 8_000, 20_000, True, id="room for the answer can be made"),
+        pytest.param(25_000, 8_000, 21_000, False, id="it cannot"),
+        pytest.param(27_820, 8_000, 21_000, True, id="it cannot, but the hard watermark is in reach"),
+    ],
+)
+def test_what_is_out_of_reach_is_not_aimed_at(estimate: int, output: int, least: int, expected: bool) -> None:
+    assert pressure.must_compact(estimate, output, LIMITS, least) is expected
+
+
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 10**7))
 def test_an_assumed_window_never_says_that_it_must(estimate: int, output: int, window: int) -> None:
     assert not pressure.must_compact(estimate, output, limits(window, "assumed"))

@@ -281,3 +281,14 @@ def test_the_instruction_says_what_it_must() -> None:
     ):
         assert words in text
     assert "{messages}" not in text
+
+
+@pytest.mark.parametrize(("store", "kept"), [(b"true", False), (b"false", True), (b"null", True)])
+def test_metadata_that_belongs_to_a_stored_answer_goes_with_it(store: bytes, kept: bool) -> None:
+    tail = b'],"store":%s,"metadata":{"a":"b"}}' % store
+    built = replay.build(
+        b'{"messages":[', (b'{"role":"user","content":"Hi"}',), tail,
+        answer=None, text="Go.", output_tokens=9, keep_response_format=False,
+    )  # fmt: skip
+    assert (b'"metadata":{"a":"b"}' in built.body) is kept
+    assert b'"store"' not in built.body
