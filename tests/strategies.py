@@ -24,6 +24,14 @@ class Literal(str):
     __slots__ = ()
 
 
+class Twice(dict[str, Any]):
+    """An object in which one key stands twice: with `first` in front, and as the dict has it behind that, where most parsers take it from."""
+
+    def __init__(self, value: dict[str, Any], first: tuple[str, Any]) -> None:
+        super().__init__(value)
+        self.first = first
+
+
 NUMBERS = tuple(
     Literal(n) for n in ("1", "1.0", "1e0", "-0", "0.1", "18446744073709551616", "9007199254740993", "7" * 400, "1e400")
 )
@@ -41,6 +49,14 @@ TEXTS = (
     "\u2028\u0000\x7f\x1f",
     "word " * 120,
 )
+
+GIANTS = ("All of the log: " + "line 7 of 9, 12 ms\n" * 800, "日志" * 5_000, "iVBORw0KGgoAAAANSUhEUg" * 500 + '"\\/')
+"""Texts that take a large part of a small window."""
+
+_SHOWN_BYTES = 20_000
+
+_EDGE_CHARS = 400
+"""Of a long text only its two ends are spelled oddly: each character drawn costs more than the rest of a test."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 LONE_SURROGATES = ("half \ud83d of a pair", "\udc00\ud800")
@@ -67,7 +83,10 @@ class Spelling:
         if isinstance(value, str):
             return self._string(value)
         if isinstance(value, dict):
-            return self.members([(key, self.value(inner)) for key, inner in self._ordered(value)])
+            items = self._ordered(value)
+            if isinstance(value, Twice):
+                items = [value.first, *items]
+            return self.members([(key, self.value(inner)) for key, inner in items])
         if isinstance(value, list):
             return self.elements([self.value(inner) for inner in value])
         return json.dumps(value)
@@ -92,6 +111,10 @@ class Spelling:
     def _string(self, text: str) -> str:
         if self._random is None and not _SURROGATE.search(text):
             return json.dumps(text, ensure_ascii=False)
+        if len(text) > 2 * _EDGE_CHARS:
+            inner = text[_EDGE_CHARS:-_EDGE_CHARS]
+            start, end = ("".join(map(self._character, part)) for part in (text[:_EDGE_CHARS], text[-_EDGE_CHARS:]))
+            return f'"{start}{json.dumps(inner, ensure_ascii=False)[1:-1]}{end}"'
         return '"' + "".join(self._character(c) for c in text) + '"'
 
     def _character(self, char: str) -> str:
@@ -145,8 +168,10 @@ class _Talk:
             {"type": "text", "text": self.text()},
             {"type": "text", "text": self.text(), "cache_control": {"type": "ephemeral"}},
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo=", "detail": "low"}},
+            {"type": "image_url", "image_url": {"url": "https://example.org/a.png?x=1&y=[2]"}},
             {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
             {"type": "file", "file": {"file_id": "file-1"}},
+            {"type": "file", "file": {"filename": "order 7.pdf", "file_data": "data:application/pdf;base64,JVBERi0x"}},
             {"type": "text", "text": self.text(), "annotations": []},
         ]
         return [self.random.choice(choices) for _ in range(self.random.randint(0, 3))]
@@ -241,7 +266,8 @@ def _tool_use(talk: _Talk) -> None:
 
 
 def _system(talk: _Talk) -> None:
-    talk.add({"role": talk.random.choice(("system", "developer")), "content": talk.text()})
+    content = talk.random.choice((talk.text(), [{"type": "text", "text": talk.text()}]))
+    talk.add({"role": talk.random.choice(("system", "developer")), "content": content})
 
 
 def _exchange(talk: _Talk) -> None:
@@ -254,10 +280,97 @@ def _work(talk: _Talk) -> None:
     _results(talk)
 
 
+def _agent(talk: _Talk) -> None:
+    """One user message and a row of calls behind it."""
+    _user(talk)
+    for _ in range(talk.random.randint(3, 6)):
+        _work(talk)
+
+
+def _giant(talk: _Talk) -> None:
+    """A single message as large as a file, from anybody."""
+    text = talk.random.choice(GIANTS)
+    kind = talk.random.choice(("user", "parts", "assistant", "result"))
+    if kind == "result":
+        talk.call([talk.identify()])
+        talk.answer()
+        talk.messages[-1]["content"] = text
+    elif kind == "parts":
+        talk.add({"role": "user", "content": [*talk.parts(), {"type": "text", "text": text}]})
+    else:
+        talk.add({"role": kind, "content": text})
+
+
+def _refusal(talk: _Talk) -> None:
+    no = talk.text()
+    if talk.random.random() < 0.5:
+        talk.add({"role": "assistant", "content": None, "refusal": no})
+    else:
+        talk.add({"role": "assistant", "content": [{"type": "refusal", "refusal": no}]})
+
+
+def _cited(talk: _Talk) -> None:
+    """An answer with what a provider puts beside its text: sources, a sound of it."""
+    source = {"start_index": 0, "end_index": 4, "url": "https://example.org/", "title": talk.text()}
+    beside = {"annotations": [{"type": "url_citation", "url_citation": source}], "audio": {"id": "audio_1"}}
+    talk.add({"role": "assistant", "content": talk.text(), "refusal": None, **beside})
+
+
+def _thoughts(talk: _Talk) -> None:
+    """Thoughts in each place where providers put them, with a call as often as with an answer."""
+    details = [
+        {"type": "reasoning.text", "text": talk.text(), "signature": "c2ln", "index": 0},
+        {"type": "reasoning.encrypted", "data": "gAAAAABo" * 3, "id": "rs_1", "format": "openai-responses-v1"},
+    ]
+    beside: Message = talk.random.choice(
+        (
+            {"reasoning_content": talk.text()},
+            {"reasoning": talk.text(), "reasoning_details": details},
+            {"reasoning_details": details[1:]},
+            {"extra_content": {"google": {"thought_signature": "CpwBAXLI2nw" * 3}}},
+        )
+    )
+    parts = [{"type": "thinking", "thinking": talk.text(), "signature": "ErUB"}, {"type": "text", "text": talk.text()}]
+    if talk.random.random() < 0.5:
+        talk.call([talk.identify()])
+        talk.messages[-1]["tool_calls"][0]["extra_content"] = {"google": {"thought_signature": "CpwB"}}
+        talk.messages[-1] |= beside
+        _results(talk)
+    else:
+        talk.add({"role": "assistant", "content": talk.random.choice((talk.text(), parts)), **beside})
+
+
+def _custom(talk: _Talk) -> None:
+    """A call of a tool that takes a text instead of JSON."""
+    name = talk.identify()
+    custom = {"name": "patch", "input": '*** Begin "Patch"\n+\\x\n'}
+    talk.add({"role": "assistant", "content": None, "tool_calls": [{"id": name, "type": "custom", "custom": custom}]})
+    talk.waiting.append(("tool", name))
+    talk.answer()
+
+
+def _started(talk: _Talk) -> None:
+    """The start of an answer that the model is to go on with; most clients put it last."""
+    talk.add({"role": "assistant", "content": "Well, ", "prefix": True})
+
+
 STEPS: tuple[Callable[[_Talk], None], ...] = (
     *(_user, _exchange, _work, _work, _exchange, _assistant, _user_parts, _user_odd, _call, _batch, _result, _results),
     *(_again, _legacy_call, _tool_use, _system),
+    *(_agent, _giant, _refusal, _cited, _thoughts, _thoughts, _custom, _started),
 )
+
+
+def _doubled(talk: _Talk, message: Message) -> Message:
+    """The message with a key twice: one of its own, or one inside of it."""
+    calls, content = message.get("tool_calls"), message.get("content")
+    if calls and talk.random.random() < 0.4:
+        return {**message, "tool_calls": [Twice(calls[0], ("id", talk.identify())), *calls[1:]]}
+    if isinstance(content, list) and content and talk.random.random() < 0.4:
+        return {**message, "content": [Twice(content[0], ("type", "text")), *content[1:]]}
+    key = talk.random.choice([key for key in message if key != "role"] or ["role"])
+    other = {"tool_calls": [], "tool_call_id": talk.identify(), "name": "look", "content": talk.text()}
+    return Twice(message, (key, other.get(key)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +389,11 @@ class Chat:
     def conversation(self) -> tuple[Any, ...]:
         """The messages behind the preamble."""
         return self.messages[self.preamble_length :]
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What hypothesis shows of a failure: the body, which tells all the rest, and of a long one its start."""
+        more = f" ... {len(self.body)} bytes" if len(self.body) > _SHOWN_BYTES else ""
+        printer.text(f"Chat({self.body[:_SHOWN_BYTES]!r}{more}, preamble_length={self.preamble_length})")
 
 
 TOOLS = [
@@ -329,13 +447,17 @@ SEEDS = st.one_of(st.just(0), st.integers(1, 2**32 - 1))
 """A spelling; shrinks to the plain one."""
 
 
-def conversations(*, min_steps: int = 1, max_steps: int = 8, surrogates: bool = False) -> st.SearchStrategy[list[Any]]:
-    """Messages of a conversation without its preamble, as values."""
+def conversations(
+    *, min_steps: int = 1, max_steps: int = 8, surrogates: bool = False, doubled: bool = False
+) -> st.SearchStrategy[list[Any]]:
+    """Messages of a conversation without its preamble, as values. `doubled`: in some of them a key stands twice."""
 
     def build(steps: list[Callable[[_Talk], None]], seed: int, texts: list[str]) -> list[Any]:
         talk = _Talk(Random(seed), (*TEXTS, *texts, *(LONE_SURROGATES if surrogates else ())))
         for step in steps:
             step(talk)
+        if doubled:
+            return [_doubled(talk, message) if talk.random.random() < 0.3 else message for message in talk.messages]
         return talk.messages
 
     steps = st.lists(st.sampled_from(STEPS), min_size=min_steps, max_size=max_steps)
@@ -354,12 +476,40 @@ PREAMBLES: st.SearchStrategy[list[Message]] = st.sampled_from(
 
 
 @st.composite
-def chats(draw: st.DrawFn, *, min_steps: int = 1, max_steps: int = 8) -> Chat:
-    """Whole requests; the conversation has at least one message and none of the preamble's roles comes first in it."""
-    messages = draw(conversations(min_steps=min_steps, max_steps=max_steps))
+def marathons(draw: st.DrawFn, *, most: int = 300) -> Chat:
+    """An agent at work: hundreds of calls, many of them parallel, on a single user message. There may be talk before it and behind it."""
+    rounds = draw(st.integers(100, most))
+
+    def build(before: list[Any], seed: int) -> list[Any]:
+        random = Random(seed)
+        talk = _Talk(random, TEXTS[:6])
+        talk.messages += before
+        _user(talk)
+        unique = random.random() < 0.5
+        for at in range(rounds):
+            ids = [f"call_{at}_{i}" if unique else f"call_{i}" for i in range(random.choice((1, 1, 1, 2, 3)))]
+            talk.call(ids)
+            _results(talk)
+        for step in random.choices((_assistant, _exchange, _call), k=random.randint(0, 2)):
+            step(talk)
+        return talk.messages
+
+    before = conversations(min_steps=0, max_steps=3)
+    messages = _behind_a_preamble(draw(st.builds(build, before, st.integers(0, 2**32 - 1))))
+    preamble = draw(PREAMBLES)
+    return chat([*preamble, *messages], len(preamble), draw(SEEDS))
+
+
+def _behind_a_preamble(messages: list[Any]) -> list[Any]:
     while messages and messages[0]["role"] in ("system", "developer"):
         messages = messages[1:]
-    messages = messages or [{"role": "user", "content": "Hello"}]
+    return messages or [{"role": "user", "content": "Hello"}]
+
+
+@st.composite
+def chats(draw: st.DrawFn, *, min_steps: int = 1, max_steps: int = 8, doubled: bool = False) -> Chat:
+    """Whole requests; the conversation has at least one message and none of the preamble's roles comes first in it."""
+    messages = _behind_a_preamble(draw(conversations(min_steps=min_steps, max_steps=max_steps, doubled=doubled)))
     preamble = draw(PREAMBLES)
     return chat([*preamble, *messages], len(preamble), draw(SEEDS))
 

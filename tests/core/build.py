@@ -158,21 +158,19 @@ def calls_and_results(messages: Sequence[Any]) -> list[tuple[int, int]]:
 
     Going back from a result, the first call of its id that has no result yet; where all have one, the nearest of its id.
     """
+    made: dict[tuple[str, object], list[tuple[int, int]]] = {}
     answered: set[tuple[int, int]] = set()
     pairs = []
-    for at, result in enumerate(messages):
-        for wanted in _results(result):
-            same_id = [
-                (back, slot)
-                for back in range(at - 1, -1, -1)
-                for slot, name in reversed(list(enumerate(_calls(messages[back]))))
-                if name == wanted
-            ]
+    for at, message in enumerate(messages):
+        for wanted in _results(message):
+            same_id = made.get(wanted, [])[::-1]
             open_ones = [place for place in same_id if place not in answered]
             if same_id:
                 place = (open_ones or same_id)[0]
                 answered.add(place)
                 pairs.append((place[0], at))
+        for slot, name in enumerate(_calls(message)):
+            made.setdefault(name, []).append((at, slot))
     return pairs
 
 
