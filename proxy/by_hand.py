@@ -48,7 +48,8 @@ class ByHand:
         headers = (("Content-Type", "application/json"), *((("Authorization", credential),) if credential else ()))
         inbound = Inbound(method="POST", target="/v1/chat/completions", headers=headers, body=b"")
         span = None if to is None else (from_ or 0, to)
-        job = Job(warm, Trigger.MANUAL, sizes, policy, upstream, inbound, known.counters, known.turn.usage.used, span)
+        used, last = known.turn.usage.used, known.turn
+        job = Job(warm, Trigger.MANUAL, sizes, policy, upstream, inbound, known.counters, used, span, last=last)
         outcome = await self._compactor.start(job)
         if outcome.committed:
             return CompactAnswer("committed", "", outcome.checkpoint, outcome.attempt)

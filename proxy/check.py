@@ -1,12 +1,11 @@
-"""`warmfold check`: the effective configuration as a table, the sizes that follow from it, and what of it does nothing yet."""
+"""`warmfold check`: the effective configuration as a table, and the sizes that follow from it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import Final
 
 from rich import box
@@ -22,36 +21,6 @@ from proxy.notices import cache_given_up
 
 _PIPED_COLUMNS: Final = 160  # rich takes 80 for a pipe, where nothing needs the lines to be folded
 
-_PRICES: Final = "will tell whether a compaction pays"
-
-NO_EFFECT_YET: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "compaction.max_payback_turns": "will hold back soft compactions that do not pay for themselves in time",
-        "models.input_usd_per_mtok": _PRICES,
-        "models.cached_usd_per_mtok": _PRICES,
-        "models.cache_write_usd_per_mtok": _PRICES,
-        "models.output_usd_per_mtok": _PRICES,
-    }
-)
-"""The keys that this version accepts and does not act on, and what each will do. The only list: take a key out when it works."""
-
-_TRUE_ALREADY: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "compaction.max_payback_turns": "0",
-    }
-)
-"""Values of these keys that ask for what this version does anyway."""
-
-
-def without_effect(config: Config) -> Iterator[tuple[Setting, str]]:
-    """The settings somebody made that do nothing in this version, each with what it will do."""
-    for setting in effective(config):
-        key = setting.key
-        if setting.section == "models" and key not in NO_EFFECT_YET:  # a rule may hold any [compaction] key
-            key = key.replace("models.", "compaction.", 1)
-        if setting.set and key in NO_EFFECT_YET and setting.value != _TRUE_ALREADY.get(key):
-            yield setting, NO_EFFECT_YET[key]
-
 
 def report(path: Path | None, config: Config) -> None:
     """Prints what is in effect to stdout; no escape sequences where that is no terminal. `path` None: there is no file."""
@@ -65,12 +34,6 @@ def report(path: Path | None, config: Config) -> None:
     _line("")
     for note in _notes(config):
         _line(note)
-    idle = list(without_effect(config))
-    _line(
-        "Set, but without effect in this version:" if idle else "Every key that is set has an effect in this version."
-    )
-    for setting, what in idle:
-        _line(f"  {setting.path} = {setting.value}: {what}")
 
 
 def _settings(path: Path | None, config: Config) -> Table:
@@ -132,7 +95,6 @@ def _notes(config: Config) -> Iterator[str]:
     yield "The tail depends on keep_recent_turns within these bounds."
     for notice in cache_given_up(config):
         yield f"Warning: {notice}"
-    yield ""
 
 
 def _line(text: str) -> None:

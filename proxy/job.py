@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from proxy.config import Compaction, Upstream
 from proxy.core.limits import Limits
-from proxy.core.model import Attempt, Because, Checkpoint, Counters, Trigger
+from proxy.core.model import NO_FIGURES, Attempt, Because, Checkpoint, Counters, Figures, Trigger, Turn
 from proxy.core.plan import Warm
+from proxy.core.transcript import Transcription
 from proxy.upstream import Inbound
 
 
@@ -15,7 +16,9 @@ from proxy.upstream import Inbound
 class Job:
     """A compaction that is wanted. `inbound` is the client's request whose route, credential and affinity headers the call takes.
 
-    `used` is what the window held, for the journal. `span`: a region asked for by hand.
+    `used` is what the window held, for the journal. `span`: a region asked for by hand. `transcription`: who reads a transcript; None: the
+    conversation's own model reads a replay. It, `upstream` and `inbound` are settled last, by proxy/target.py. `last`: the turn that left `warm` in
+    the provider's cache; None: none that we know of. `figures`: what the decision went by.
     """
 
     warm: Warm
@@ -27,6 +30,19 @@ class Job:
     counters: Counters
     used: int | None
     span: tuple[int, int] | None = None
+    transcription: Transcription | None = None
+    last: Turn | None = None
+    figures: Figures = NO_FIGURES
+
+    @property
+    def strategy(self) -> str:
+        """How the summary is to come about, in the journal's word."""
+        return "replay" if self.transcription is None else "transcript"
+
+    @property
+    def model(self) -> str:
+        """Who writes the summary."""
+        return self.warm.model if self.transcription is None else self.transcription.model
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from proxy.check import NO_EFFECT_YET
 from proxy.config import ASSUMED_WINDOW_TOKENS, Config, ConfigError, Upstream, is_loopback, load, masked_url
 from proxy.config.kinds import allowed, shown
 from proxy.config.translate import LISTS, TABLES, fields, variable
@@ -757,23 +756,6 @@ def test_the_document_holds_every_key_with_its_default_and_range() -> None:
             else:
                 assert default == ("not set" if info.default is None else f"`{shown(info.default)}`"), key
             assert range_ == allowed(info), key
-
-
-def test_example_and_document_say_which_keys_have_no_effect_yet() -> None:
-    marked = {
-        f"{section}.{key}"
-        for section, rows in _documented().items()
-        for key, cells in rows.items()
-        if "*No effect yet*" in cells[2]
-    }
-    assert marked == set(NO_EFFECT_YET)
-    section, in_example = "", set()
-    for line in EXAMPLE.read_text().splitlines():
-        if heading := re.match(r"#?\[+(\w+)", line):
-            section = heading[1]
-        elif (key := re.match(r"#?(\w+) = ", line)) and "(no effect yet" in line:
-            in_example.add(f"{section}.{key[1]}")
-    assert in_example == set(NO_EFFECT_YET)
 
 
 def test_every_key_says_what_it_is_for() -> None:

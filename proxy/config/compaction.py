@@ -58,7 +58,7 @@ class Compaction(Section):
     max_context_tokens: int | None = Field(
         default=None,
         ge=256,
-        description="The window in tokens. Not set, neither here nor in a rule: 32000, assumed, which never triggers the hard watermark.",
+        description="The window in tokens. Not set, neither here nor in a rule: found out, else 32000, assumed, which never triggers the hard watermark.",
     )
     debounce_turns: int = Field(
         default=3,

@@ -25,13 +25,14 @@ def compose(
     generation: int,
     scope: Scope,
     strategy: str,
+    model: str,
     made_at_ms: int,
     anyway: bool,
     answer: bytes | None = None,
 ) -> Checkpoint | Rejected:
     """The checkpoint, or why it is none. `read_to`: end of what the summariser read of the request, `answer`: what it read behind that.
 
-    `anyway`: it need not be much smaller than its region.
+    `model`: who wrote the summary. `anyway`: it need not be much smaller than its region.
     """
     in_front, behind = warm.covered(region)
     before = warm.applied
@@ -57,7 +58,7 @@ def compose(
         anchors=exact,
         region_tokens=region.tokens,
         factor=warm.factor,
-        model=warm.model,
+        model=model,
         scope=scope,
         strategy=strategy,
         made_at_ms=made_at_ms,

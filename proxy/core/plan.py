@@ -1,18 +1,20 @@
-"""What a compaction would do: which region, how much of the warm request the summariser reads, and the request itself."""
+"""What a compaction would do: which region, what the summariser reads of it, and the request itself: a replay, or a transcript."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 from typing import Protocol
 
-from proxy.core import fingerprint, region, replay, rewrite, tokens
+from proxy.core import fingerprint, region, replay, rewrite, tokens, transcript
 from proxy.core.limits import INSTRUCTION_TOKENS, Limits
-from proxy.core.model import Because, Checkpoint, CheckpointRef, Digest, Facts, Scope, SessionId, Trigger
+from proxy.core.model import Because, Checkpoint, CheckpointRef, Digest, Facts, Scope, SessionId, Trigger, Window
 from proxy.core.region import Region
 from proxy.core.replay import Replay
+from proxy.core.transcript import Previous, Transcript, Transcription
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Settings(Protocol):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One compaction call. `read_to`: end of what the summariser reads of the request; behind it `answer`, where the replay holds the one
-    it got. `prompt` and `expected_new` are estimates in tokens.
+    it got. `replay`: the request, also where it is a transcript. `prompt` and `expected_new` are estimates in tokens.
     """
 
     region: Region
@@ -105,23 +107,47 @@ BRIDGE = b'{"role":"assistant","content":"Noted."}'
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans the compaction of one warm request. `output_key`: the output limit's name where the client sent none; "" sends none."""
+    """Plans the compaction of one warm request: by replay, or by `transcription`, where there is one.
+
+    `output_key`: the output limit's name in a replay where the client sent none; "" sends none.
+    """
 
     warm: Warm
     limits: Limits
     settings: Settings
     shape: Shape = Shape.ANSWER
     output_key: str = ""
+    transcription: Transcription | None = None
+
+    @property
+    def window(self) -> Window:
+        """The window of the model that is asked."""
+        return self.transcription.window if self.transcription else self.limits.window
+
+    def others(self) -> tuple[Planner, ...]:
+        """The same compaction in other shapes, for a provider that refuses the usual one, in the order to try them.
+
+        A replay: without the rebuilt answer, then with an answer of ours in between, since templates of the Mistral and Gemma families refuse a
+        user message behind another one, or behind a tool result. A transcript: its limit under the other name; reasoning models take but one.
+        """
+        if self.transcription is None:
+            return tuple(replace(self, shape=shape) for shape in (Shape.PLAIN, Shape.BRIDGED))
+        return (replace(self, transcription=replace(self.transcription, other_key=True)),)
 
     def plan(self, trigger: Trigger, span: tuple[int, int] | None = None) -> Plan | Because:
         """The compaction, or why there is none. `span`: a region an operator asked for instead of the chosen one."""
         warm = self.warm
         sizes = [round(f.weight * warm.factor) for f in warm.facts]
         base = round(warm.base * warm.factor)
-        chosen = self._choose(sizes, base, trigger, latest=warm.end) if span is None else self._asked_for(sizes, span)
+        # What was never sent is in no cache; a transcript is in none anyway.
+        latest = warm.end if self.transcription is None else len(warm.chain)
+        chosen = self._choose(sizes, base, trigger, latest=latest) if span is None else self._asked_for(sizes, span)
         if isinstance(chosen, Because):
             return chosen
-        return self._call(chosen, [base, *(base + size for size in accumulate(sizes))])
+        before = [base, *(base + size for size in accumulate(sizes))]
+        if self.transcription is None:
+            return self._replayed(chosen, before)
+        return self._transcribed(chosen, before, self.transcription)
 
     def without_call(self) -> Region | Because:
         """The region for a checkpoint that needs no call, so it need not fit one: all up to the newest messages."""
@@ -185,8 +211,8 @@ class Planner:
         own = tokens.of_text(self.settings.summary_prompt) + tokens.MESSAGE_OVERHEAD
         return max(0, round(own * self.warm.factor) - INSTRUCTION_TOKENS)
 
-    def _call(self, chosen: Region, before: Sequence[int]) -> Plan | Because:
-        """The call for a region: over the whole warm request where that has room, else cut at the region's end, else at an earlier cut.
+    def _replayed(self, chosen: Region, before: Sequence[int]) -> Plan | Because:
+        """The replay for a region: over the whole warm request where that has room, else cut at the region's end, else at an earlier cut.
 
         `before[i]` estimates the routed prompt with messages [offset, offset + i).
         """
@@ -201,8 +227,7 @@ class Planner:
             fitting = region.largest_fitting(cuts, before, room, warm.offset)
             if fitting is None:
                 return Because.NO_ROOM
-            less = before[chosen.k - warm.offset] - before[fitting - warm.offset]
-            chosen = Region(chosen.from_, fitting, chosen.tokens - less, chosen.tail_tokens + less)
+            chosen = self._shortened(chosen, fitting, before)
         prompt = before[chosen.k - warm.offset]
         seen = before[min(chosen.k, warm.end) - warm.offset]
         return self._planned(chosen, Scope.REGION, chosen.k, prompt, unseen=prompt - seen)
@@ -233,12 +258,71 @@ class Planner:
         answer = between if between is warm.answer else None
         return Plan(chosen, scope, read_to, answer, built, asked, new, limits)
 
+    def _shortened(self, chosen: Region, k: int, before: Sequence[int]) -> Region:
+        """The region up to an earlier cut."""
+        less = before[chosen.k - self.warm.offset] - before[k - self.warm.offset]
+        return Region(chosen.from_, k, chosen.tokens - less, chosen.tail_tokens + less)
+
     def _between(self, scope: Scope, read_to: int) -> bytes | None:
         """The assistant message in front of the instruction, if any."""
         if scope is Scope.WARM and self.shape is Shape.ANSWER:
             return self.warm.answer
         last = self.warm.facts[read_to - 1 - self.warm.offset].role
         return BRIDGE if self.shape is Shape.BRIDGED and last != "assistant" else None
+
+    def _transcribed(self, chosen: Region, before: Sequence[int], to: Transcription) -> Plan | Because:
+        """The transcript for a region. Where the model that reads it has not so much room it ends at an earlier cut, from where the next goes on."""
+        if not to.model:
+            return Because.NO_MODEL
+        whole = self._transcript(chosen, to)
+        if not whole.entries:
+            return Because.REGION_TOO_SMALL
+        most = to.window.tokens - min(self.limits.output, to.window.tokens // 4)
+        text = whole.rendered(to.max_transcript_chars)
+        if self._size(text) > most:
+            k = self._last_fitting(chosen, whole, to, most)
+            chosen = self._shortened(chosen, k, before)
+            text = self._narrowed(whole.up_to(k), to.max_transcript_chars, most)
+        if not text:
+            return Because.NO_ROOM
+        size = self._size(text)
+        asked = transcript.prompt(self.settings.summary_prompt, text)
+        key = transcript.output_key(self.warm.head + self.warm.tail, other=to.other_key)
+        output = max(16, min(self.limits.output, to.window.tokens - size))
+        made = Replay(transcript.request(to.model, asked, key, output), (), asked)
+        return Plan(chosen, Scope.REGION, chosen.k, None, made, size, size, self.limits)
+
+    def _transcript(self, chosen: Region, to: Transcription) -> Transcript:
+        warm = self.warm
+        previous = Previous(warm.applied.text, warm.applied.k - 1) if warm.applied else None
+        starts = (chosen.from_, max(chosen.from_, warm.offset))
+        return transcript.transcript(warm.covered(chosen), starts, previous, to.max_tool_result_chars)
+
+    def _last_fitting(self, chosen: Region, whole: Transcript, to: Transcription, most: int) -> int:
+        """The last cut up to which a transcript has at most `most` tokens, or the first of all, which has more."""
+        begins = max(chosen.from_, whole.entries[0].sequence)
+        cuts = [c for c in region.legal_cuts(self.warm.facts, self.warm.offset) if begins < c < chosen.k]
+
+        def is_too_long(cut: int) -> bool:
+            return self._size(whole.up_to(cut).rendered(to.max_transcript_chars)) > most
+
+        # Sizes grow with the cut but where the front is lost: there one that fits may be passed over, and none that does not is taken.
+        at = bisect_left(cuts, True, key=is_too_long)
+        return (*cuts, chosen.k)[max(0, at - 1)]
+
+    def _narrowed(self, whole: Transcript, chars: int, most: int) -> str:
+        """The transcript, cut from the front to `most` tokens with its instruction; "" where nothing has room."""
+        text = whole.rendered(chars)
+        while text and (size := self._size(text)) > most:
+            # Less each time, also where nearly all of it is the earlier summary, which is not cut.
+            chars = min(chars * 15 // 16, len(text), len(text) * most // size)
+            text = whole.rendered(chars)
+        return text
+
+    def _size(self, text: str) -> int:
+        """Estimated tokens of the call with this transcript. Another model may cut a text into more tokens than the conversation's."""
+        asked = tokens.of_text(transcript.prompt(self.settings.summary_prompt, text)) + tokens.MESSAGE_OVERHEAD
+        return round(asked * max(1.0, self.warm.factor))
 
 
 def ref(covered: Region, read_to: int, warm: Warm, checkpoint_id: str, generation: int) -> CheckpointRef:
