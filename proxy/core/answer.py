@@ -8,22 +8,24 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import brotli
 import orjson
 import zstandard
 
+from proxy.core import usage
 from proxy.core.model import Usage
 
 MAX_KEPT_BYTES = 32 * 1024 * 1024
 """More of an answer is not read: usage is then unknown. 100k tokens are a chunk of about 300 bytes each."""
 
-_MAX_COUNT = 1_000_000_000
-"""More tokens than any window has: a number beyond it counts something else."""
-
-_LINE_END = re.compile(rb"\r\n|\n|\r")
+_STREAM_START = re.compile(rb"(?:\xef\xbb\xbf)?[\r\n]*(?:data|event|id|retry)?:")
+_TELLS = re.compile(
+    rb'"(?:(?:usage|x_groq|timings|perf_metrics|finish_reason|error)"\s*+:\s*+[^\sn]|(?:object|type)"\s*+:\s*+"error")'
+)
+"""What is read of a chunk besides its text. Many servers put all of these keys into every chunk, null until the last."""
 _DATA = re.compile(rb"(?:^|(?<=[\r\n]))data:")
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
@@ -74,7 +76,9 @@ class Tap:
         data = decoded(b"".join(self._chunks), self._encoding)
         if data is None:
             return UNREAD
-        return read_stream(data, want_text=want_text) if self._stream else read_whole(data, want_text=want_text)
+        # Some label a stream as something else, or not at all.
+        streams = self._stream or _STREAM_START.match(data) is not None
+        return read_stream(data, want_text=want_text) if streams else read_whole(data, want_text=want_text)
 
 
 def decoded(data: bytes, encoding: str) -> bytes | None:
@@ -121,7 +125,7 @@ def read_whole(data: bytes, *, want_text: bool) -> Answer:
         return UNREAD
     choices = found.get("choices")
     if found.get("error") or not isinstance(choices, list) or not choices:
-        return Answer(_usage(found), complete=False, finish="", text=None, reasoning=None, failed=True)
+        return Answer(usage.of(found), complete=False, finish="", text=None, reasoning=None, failed=True)
     first = choices[0] if isinstance(choices[0], Mapping) else {}
     message = first.get("message")
     message = message if isinstance(message, Mapping) else {}
@@ -129,7 +133,7 @@ def read_whole(data: bytes, *, want_text: bool) -> Answer:
     plain = want_text and len(choices) == 1 and isinstance(text, str) and not _speaks_otherwise(message)
     failed = _has_failed(first)
     return Answer(
-        usage=_usage(found),
+        usage=usage.of(found),
         complete=not failed,
         finish=_word(first.get("finish_reason")),
         text=text if plain else None,
@@ -141,7 +145,7 @@ def read_whole(data: bytes, *, want_text: bool) -> Answer:
 def events(data: bytes) -> Iterator[bytes]:
     """The data of each server-sent event, by the WHATWG rules: LF, CRLF or CR; comments and other fields passed over."""
     lines: list[bytes] = []
-    for line in _LINE_END.split(data.removeprefix(b"\xef\xbb\xbf")):
+    for line in data.removeprefix(b"\xef\xbb\xbf").splitlines():
         if not line:
             if lines:
                 yield b"\n".join(lines)
@@ -160,59 +164,69 @@ def holds_event(data: bytes) -> bool:
 
 def read_stream(data: bytes, *, want_text: bool) -> Answer:
     """A stream of chunks. It is complete once a finish reason or [DONE] came and no error did."""
-    usage = Usage()
+    counted = Usage()
     finish = ""
     done = failed = False
-    texts: list[str] = []
-    thoughts: list[str] = []
-    plain = want_text
+    said = _Said() if want_text else None
     for event in events(data):
         if event.strip() == b"[DONE]":
             done = True
             continue
         # Most chunks carry a few characters of text: they are parsed only where somebody wants the text.
-        if (
-            not want_text
-            and b'"usage"' not in event
-            and b"finish_reason" not in event
-            and b'"error"' not in event
-            and b'"timings"' not in event
-        ):
-            continue
-        chunk = _json(event)
+        tells = _TELLS.search(event) is not None
+        chunk = _json(event) if tells or said is not None else None
         if chunk is None:
             continue
-        if chunk.get("error"):
-            failed = True
-        usage = _merge(usage, _usage(chunk))
-        choices = chunk.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, Mapping):
-                continue
-            failed = failed or _has_failed(choice)
-            usage = _merge(usage, _usage(choice))
-            finish = _word(choice.get("finish_reason")) or finish
-            delta = choice.get("delta")
-            if not want_text or not isinstance(delta, Mapping):
-                continue
-            plain = plain and not choice.get("index") and not _speaks_otherwise(delta)
-            content = delta.get("content")
-            if isinstance(content, str):
-                texts.append(content)
-            elif content:
-                plain = False  # parts, as a whole answer would have them: Mistral's thoughts
-            thought = _thought(delta)
-            if thought:
-                thoughts.append(thought)
-    plain = plain and bool(texts)
+        choices = [choice for choice in _list(chunk.get("choices")) if isinstance(choice, dict)]
+        if tells:
+            failed = failed or _is_error(chunk) or any(_has_failed(choice) for choice in choices)
+            for carrier in (chunk, *choices):
+                counted = usage.merged(counted, usage.of(carrier))
+            finish = next((word for c in reversed(choices) if (word := _word(c.get("finish_reason")))), finish)
+        if said is not None:
+            said.hear(choices)
     return Answer(
-        usage=usage,
+        usage=counted,
         complete=not failed and bool(done or finish),
         finish=finish,
-        text=_joined(texts) if plain else None,
-        reasoning="".join(thoughts) or None if plain else None,
+        text=said.text if said is not None else None,
+        reasoning=said.reasoning if said is not None else None,
         failed=failed,
     )
+
+
+class _Said:
+    """The words of a stream, put together."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._plain = True
+
+    def hear(self, choices: Iterable[Mapping[str, object]]) -> None:
+        """The choices of the next chunk."""
+        for choice in choices:
+            delta = choice.get("delta")
+            if not isinstance(delta, dict):
+                continue
+            self._plain = self._plain and not choice.get("index") and not _speaks_otherwise(delta)
+            content = delta.get("content")
+            if isinstance(content, str):
+                self._texts.append(content)
+            elif content:
+                self._plain = False  # parts, as a whole answer would have them: Mistral's thoughts
+            if thought := _thought(delta):
+                self._thoughts.append(thought)
+
+    @property
+    def text(self) -> str | None:
+        """All of choice 0's content, None where it is no plain text."""
+        return _joined(self._texts) if self._plain and self._texts else None
+
+    @property
+    def reasoning(self) -> str | None:
+        """All of its thoughts, where there is a text."""
+        return "".join(self._thoughts) or None if self._plain and self._texts else None
 
 
 def _joined(texts: list[str]) -> str:
@@ -220,9 +234,9 @@ def _joined(texts: list[str]) -> str:
     return "".join(texts).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def _json(data: bytes) -> Mapping[str, object] | None:
+def _json(data: bytes) -> dict[str, object] | None:
     found = parsed(data)
-    return found if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else None
 
 
 def parsed(data: bytes) -> object:
@@ -242,6 +256,11 @@ def _speaks_otherwise(message: Mapping[str, object]) -> bool:
     )
 
 
+def _is_error(chunk: Mapping[str, object]) -> bool:
+    """Whether it is an error in the place of a chunk. Without an `error` in it: vLLM's and SGLang's own, Anthropic's."""
+    return bool(chunk.get("error")) or chunk.get("object") == "error" or chunk.get("type") == "error"
+
+
 def _has_failed(choice: Mapping[str, object]) -> bool:
     """OpenRouter reports a provider that broke off inside the choice, in a whole answer as in a stream."""
     return bool(choice.get("error")) or choice.get("finish_reason") == "error"
@@ -256,70 +275,10 @@ def _word(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _merge(old: Usage, new: Usage) -> Usage:
-    """The later number wins where it is known: some servers count on every chunk."""
-
-    def later(a: int | None, b: int | None) -> int | None:
-        return a if b is None else b
-
-    prompt, cached = later(old.prompt, new.prompt), later(old.cached, new.cached)
-    return Usage(
-        prompt,
-        later(old.completion, new.completion),
-        _within(cached, prompt),
-        later(old.reasoning, new.reasoning),
-    )
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
-def _within(cached: int | None, prompt: int | None) -> int | None:
-    return cached if cached is None or prompt is None else min(cached, prompt)
-
-
-def _usage(carrier: Mapping[str, object]) -> Usage:
-    """The counts of a completion, a chunk or a choice (Moonshot), in the shapes known; missing is None.
-
-    Sources: OpenAI's usage object; DeepSeek prompt_cache_hit_tokens; Anthropic's three input counts, which exclude each other;
-    Moonshot usage.cached_tokens; Groq x_groq.usage; llama.cpp timings.
-    """
-    usage = carrier.get("usage")
-    if not isinstance(usage, Mapping):
-        groq = carrier.get("x_groq")
-        usage = groq.get("usage") if isinstance(groq, Mapping) else None
-    if not isinstance(usage, Mapping):
-        return _timings(carrier.get("timings"))
-    prompt = _count(usage, "prompt_tokens")
-    cached = _count(_inner(usage, "prompt_tokens_details"), "cached_tokens")
-    if cached is None:
-        cached = _count(usage, "prompt_cache_hit_tokens")
-    if cached is None:
-        cached = _count(usage, "cached_tokens")
-    if prompt is None and (fresh := _count(usage, "input_tokens")) is not None:
-        read = _count(usage, "cache_read_input_tokens")
-        prompt = fresh + (read or 0) + (_count(usage, "cache_creation_input_tokens") or 0)
-        cached = read if cached is None else cached
-    completion = _count(usage, "completion_tokens")
-    return Usage(
-        prompt=prompt,
-        completion=_count(usage, "output_tokens") if completion is None else completion,
-        cached=_within(cached, prompt),
-        reasoning=_count(_inner(usage, "completion_tokens_details"), "reasoning_tokens"),
-    )
-
-
-def _timings(timings: object) -> Usage:
-    if not isinstance(timings, Mapping):
-        return Usage()
-    cached, new = _count(timings, "cache_n"), _count(timings, "prompt_n")
-    prompt = None if cached is None or new is None else cached + new
-    return Usage(prompt=prompt, completion=_count(timings, "predicted_n"), cached=cached)
-
-
-def _inner(usage: Mapping[str, object], key: str) -> Mapping[str, object]:
-    value = usage.get(key)
-    return value if isinstance(value, Mapping) else {}
-
-
-def _count(usage: Mapping[str, object], key: str) -> int | None:
-    value = usage.get(key)
-    plausible = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
-    return value if plausible and isinstance(value, int) else None
+def with_headers(answer: Answer, headers: Iterable[tuple[str, str]]) -> Answer:
+    """The answer, with what its headers count where its body does not."""
+    return replace(answer, usage=usage.merged(usage.of_headers(headers), answer.usage))

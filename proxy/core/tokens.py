@@ -35,11 +35,27 @@ _BESIDE = frozenset({"image", "images", "video", "videos", "file", "files", "att
 """Members in which clients of some servers send attachments beside the content."""
 
 # One match is about one token of a byte-pair vocabulary with 100k to 200k entries: a word up to 7 letters (longer ones and
-# camelCase split), up to three digits or marks, a line break with its indent.
-_ASCII = re.compile(r"\n\s*|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,3}|[ \t]{2,}")
-_WIDE = re.compile(r"[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
-_ASTRAL = re.compile(r"[\U00010000-\U0010ffff]")
+# camelCase split), up to three digits or marks, a line of one mark, a line break with its indent.
+_ASCII = re.compile(
+    r"\n\s*|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|([^\sA-Za-z0-9])\1{3,31}|[^\sA-Za-z0-9]{1,3}|[ \t]{2,}"
+)
 _ASCII_ONLY = re.compile(r"[^\x00-\x7f]+")
+_LATIN = re.compile("[\u00c0-\u024f\u1e00-\u1eff]")
+_LATIN_TOKENS = 0.6
+"""What an accent adds to its word."""
+
+# Tokens a character by the first byte of its UTF-8, which tells the script: between vocabularies of 200k entries and those of 100k, which
+# split Greek, Hebrew, Thai and the scripts of India into single bytes. Measured on o200k, Qwen 3, DeepSeek and cl100k.
+_BY_LEAD = {
+    **dict.fromkeys(range(0xC2, 0xE0), 0.5),
+    **dict.fromkeys(range(0xD0, 0xD4), 0.35),  # Cyrillic
+    **dict.fromkeys(range(0xD8, 0xDC), 0.45),  # Arabic
+    0xE0: 0.55,  # India, Thai
+    0xE1: 0.5,
+    0xE2: 0.45,  # marks, arrows, lines of boxes
+    **dict.fromkeys(range(0xE3, 0xF0), 0.85),  # Chinese, Japanese, Korean
+    **dict.fromkeys(range(0xF0, 0xF5), 2.2),  # emoji
+}
 
 # Beyond this much text a sample speaks for the rest: 5 MB of one letter must not stop the event loop.
 _SAMPLE_CHARS = 65_536
@@ -54,11 +70,11 @@ def of_text(text: str) -> int:
         return round(of_text(sample) * len(text) / len(sample))
     if text.isascii():
         return len(_ASCII.findall(text))
-    wide = len(_WIDE.findall(text))
-    astral = len(_ASTRAL.findall(text))
-    ascii_part = _ASCII_ONLY.sub(" ", text)
-    others = len(text) - wide - astral - sum(c < "\x80" for c in text)
-    return round(len(_ASCII.findall(ascii_part)) + wide * 0.85 + astral * 2.2 + others * 0.45)
+    accents = len(_LATIN.findall(text))
+    plain = _LATIN.sub("e", text) if accents else text
+    data = plain.encode("utf-8", "surrogatepass")
+    others = sum(data.count(lead) * tokens for lead, tokens in _BY_LEAD.items())
+    return round(len(_ASCII.findall(_ASCII_ONLY.sub(" ", plain))) + accents * _LATIN_TOKENS + others)
 
 
 def of_message(message: Mapping[str, object]) -> int:

@@ -7,7 +7,6 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,9 +16,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.answer import MAX_KEPT_BYTES, UNREAD, Answer, Tap, events, read_stream, read_whole
+from proxy.core.answer import MAX_KEPT_BYTES, UNREAD, Answer, Tap, events, read_stream, read_whole, with_headers
 from proxy.core.model import Usage
-from tests.core.build import WIRE
 from tests.strategies import DAMAGE, TEXTS, damaged, pieces
 
 SSE = "text/event-stream; charset=utf-8"
@@ -83,7 +81,63 @@ USAGES = [
     pytest.param({"usage": OPENAI, "timings": {"cache_n": 1, "prompt_n": 1, "predicted_n": 1}}, Usage(100, 20, 64), id="usage before timings"),
     pytest.param({"usage": {"prompt_tokens": "100", "completion_tokens": 20.5}}, Usage(), id="wrong types"),
     pytest.param({"usage": {"prompt_tokens": True, "completion_tokens": -1}}, Usage(), id="truth and negatives are no counts"),
-    pytest.param({"usage": {"prompt_tokens": 0, "completion_tokens": 0}}, Usage(0, 0), id="zeros"),
+    pytest.param({"usage": {"prompt_tokens": 0, "completion_tokens": 0}}, Usage(), id="no prompt has no tokens: nobody counted"),
+    pytest.param({"usage": {**OPENAI, "prompt_tokens": 0}}, Usage(None, 20), id="a prompt of zero tokens says nothing of its cache"),
+    pytest.param(
+        {"usage": {"prompt_tokens": 12, "completion_tokens": 1, "total_tokens": 303, "completion_tokens_details": {"reasoning_tokens": 290}}},
+        Usage(12, 291, None, 290),
+        id="xai: thoughts beside the answer",
+    ),
+    pytest.param(
+        {"usage": {"prompt_tokens": 43, "completion_tokens": 10, "total_tokens": 53, "completion_tokens_details": {"reasoning_tokens": 11}}},
+        Usage(43, 10, None, 11),
+        id="more thoughts than answer, among it all the same",
+    ),
+    pytest.param({"usage": {"prompt_tokens": 41, "completion_tokens": 15, "total_tokens": 56, "cached_tokens": 0}}, Usage(41, 15, 0), id="together"),
+    pytest.param(
+        {"usage": {"input_tokens": 100, "output_tokens": 20, "input_tokens_details": {"cached_tokens": 64}, "output_tokens_details": {"reasoning_tokens": 5}}},
+        Usage(100, 20, 64, 5),
+        id="responses",
+    ),
+    pytest.param({"usage": {"input_tokens": 100, "input_tokens_details": None}}, Usage(100), id="responses, no details"),
+    pytest.param(
+        {"usage": {"inputTokens": 10, "outputTokens": 20, "cacheReadInputTokens": 64, "cacheWriteInputTokens": 26}},
+        Usage(100, 20, 64),
+        id="bedrock",
+    ),
+    pytest.param(
+        {"usage": {"prompt_tokens": 100, "completion_tokens": 20, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 26}},
+        Usage(100, 20, 64),
+        id="minimax: anthropic's counts in a prompt that includes them",
+    ),
+    pytest.param(
+        {"usage": {"prompt_tokens": 10, "completion_tokens": 20, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 26}},
+        Usage(100, 20, 64),
+        id="a gateway whose prompt does not include them",
+    ),
+    pytest.param(
+        {"usage": {"prompt_tokens": 90, "completion_tokens": 20, "total_tokens": 200, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 26}},
+        Usage(180, 20, 64),
+        id="the total tells that it does not",
+    ),
+    pytest.param(
+        {"usage": {"prompt_tokens": 90, "completion_tokens": 20, "total_tokens": 110, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 26}},
+        Usage(90, 20, 64),
+        id="the total tells that it does",
+    ),
+    pytest.param(
+        {"usage": {"prompt_tokens": 100, "completion_tokens": 20}, "timings": {"cache_n": 64, "prompt_n": 36, "predicted_n": 20}},
+        Usage(100, 20, 64),
+        id="llama.cpp before it had details",
+    ),
+    pytest.param({"usage": None, "x_groq": {"usage": OPENAI}}, Usage(100, 20, 64), id="groq, usage null"),
+    pytest.param({"perf_metrics": {"prompt-tokens": 100, "cached-prompt-tokens": 64}}, Usage(100, None, 64), id="fireworks, metrics"),
+    pytest.param(
+        {"usage": {"prompt_tokens": 100, "completion_tokens": 20}, "perf_metrics": {"prompt-tokens": 100, "cached-prompt-tokens": 64}},
+        Usage(100, 20, 64),
+        id="fireworks, usage and metrics",
+    ),
+    pytest.param({"perf_metrics": "100"}, Usage(), id="metrics of another kind"),
     pytest.param({"usage": {"prompt_tokens": 10**9, "completion_tokens": 20}}, Usage(10**9, 20), id="a window that nobody has"),
     pytest.param({"usage": {"prompt_tokens": 10**9 + 1, "completion_tokens": 20}}, Usage(None, 20), id="an absurd count is unknown"),
     pytest.param({"usage": {**OPENAI, "completion_tokens": 2**63}}, Usage(100, None, 64), id="an absurd answer"),
@@ -408,59 +462,42 @@ def test_counts_are_never_negative_and_cached_never_above_the_prompt(chunks: lis
         assert not (found.complete and found.failed)
 
 
-# Recorded answers of real providers.
-
-SAMPLES = [pytest.param(path, id=path.stem) for path in sorted(WIRE.glob("*.json"))]
-ABSENT = pytest.param(None, marks=pytest.mark.skip(reason=f"no recorded answers in {WIRE}"), id="absent")
-
-
-def _counted(carriers: list[dict[str, Any]]) -> Usage:
-    """What the last usage object says, read with nothing but the standard library."""
-    usage = [u for c in carriers for u in (c.get("usage"), (c.get("x_groq") or {}).get("usage")) if u]
-    if not usage:
-        return Usage()
-    last = usage[-1]
-    details, spent = last.get("prompt_tokens_details") or {}, last.get("completion_tokens_details") or {}
-    cached = [
-        c
-        for c in (details.get("cached_tokens"), last.get("prompt_cache_hit_tokens"), last.get("cached_tokens"))
-        if c is not None
-    ]
-    return Usage(
-        last["prompt_tokens"], last["completion_tokens"], cached[0] if cached else None, spent.get("reasoning_tokens")
-    )
+def test_a_stream_that_is_labelled_as_something_else_or_not_at_all() -> None:
+    stream = _sse(_delta("x"), _delta(finish="stop"), {"choices": [], "usage": OPENAI})
+    for start in (b"", b"\xef\xbb\xbf", b"\r\n", b": ping\n\n", b"event: message\n", b"retry: 1\n", b"id: 1\n"):
+        for kind in ("", "application/json", "text/plain"):
+            assert _tapped(start + stream, kind=kind) == _tapped(stream), (start, kind)
+    whole = b'{"choices":[{"message":{"content":"data: x"},"finish_reason":"stop"}]}'
+    assert _tapped(b"\n\n" + whole, kind="").text == "data: x"
 
 
-@pytest.mark.parametrize("sample", SAMPLES or [ABSENT])
-def test_recorded_answers(sample: Path) -> None:
-    about = json.loads(sample.read_bytes())
-    data = sample.with_suffix(".body").read_bytes()
-    kind = next((value for name, value in about["headers"] if name.lower() == "content-type"), "")
-    stream = about["kind"] == "sse"
-    found = _tapped(data, [data[i : i + 7] for i in range(0, len(data), 7)], kind=SSE if stream else kind)
-    assert found == _tapped(data, kind=SSE if stream else kind)
-    if stream:
-        lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        chunks = [json.loads(line[5:]) for line in lines if line.startswith(b"data:") and b"[DONE]" not in line]
-        carriers = [carrier for c in chunks for carrier in (c, *(c.get("choices") or []))]
-        failed = any("error" in c for c in chunks)
-        finished = b"[DONE]" in data or any(c.get("finish_reason") for c in carriers)
-        assert (found.complete, found.failed) == (finished and not failed, failed)
-        calls = any((c.get("delta") or {}).get("tool_calls") for c in carriers)
-        contents = [c["delta"]["content"] for c in carriers if (c.get("delta") or {}).get("content") is not None]
-        if calls or any(isinstance(c, list) for c in contents) or not contents:
-            assert found.text is None
-        else:
-            assert found.text == "".join(contents)
-    else:
-        try:
-            whole = json.loads(data)
-        except ValueError:
-            whole = None
-        choices = whole.get("choices") if isinstance(whole, dict) else None
-        carriers = [whole] if isinstance(whole, dict) else []
-        assert found.complete is bool(choices)
-    assert found.usage == _counted(carriers)
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"object": "error", "message": "x", "code": 400},
+        {"type": "error", "message": "x"},
+        {"error": "x"},
+        {"choices": [{"index": 0, "delta": {}, "error": {"code": 502}}]},
+    ],
+)
+def test_an_error_in_the_place_of_a_chunk_is_no_answer(event: dict[str, Any]) -> None:
+    found = _tapped(_sse(_delta("a"), event), text=False)
+    assert (found.complete, found.failed) == (False, True)
+
+
+def test_headers_count_where_the_body_does_not() -> None:
+    headers = [("Fireworks-Prompt-Tokens", "100"), ("fireworks-cached-prompt-tokens", "64")]
+    body = {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]}
+    counted = {"usage": {"prompt_tokens": 90, "completion_tokens": 20}}
+    for members, usage in (
+        ({}, Usage(100, None, 64)),
+        (counted, Usage(90, 20, 64)),
+        ({"usage": {**OPENAI, "prompt_tokens_details": {"cached_tokens": 0}}}, Usage(100, 20, 0)),
+    ):
+        answer = read_whole(json.dumps({**body, **members}).encode(), want_text=False)
+        assert with_headers(answer, headers) == replace(answer, usage=usage)
+        for odd in ([], [("fireworks-prompt-tokens", "many")], [("fireworks-prompt-tokens", "-1")], [("x", "7")]):
+            assert with_headers(answer, odd) == answer
 
 
 def test_halves_of_an_emoji_and_numbers_that_are_none_are_read() -> None:
