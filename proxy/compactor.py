@@ -1,4 +1,4 @@
-"""The compaction: take the session's lock, replay, validate, commit. One flight per session over all workers; nothing here fails a turn."""
+"""The compaction: take the session's lock, ask for a summary, validate, commit. One flight per session over all workers; nothing here fails a turn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxy import clock
 from proxy.core import journal, last_resort, pressure
 from proxy.core.checkpoint import Rejected
 from proxy.core.compose import compose
-from proxy.core.journal import Miss
+from proxy.core.journal import Before, Miss
 from proxy.core.model import (
     NOT_COUNTED,
     Attempt,
@@ -29,9 +29,11 @@ from proxy.core.plan import Plan, Planner, Warm
 from proxy.economy import Economy
 from proxy.job import Job, Outcome
 from proxy.metrics import Metrics
+from proxy.rest import Rest
 from proxy.spare import Spare
 from proxy.store import Checkpoints
 from proxy.summariser import Summariser
+from proxy.target import Targets
 from proxy.tasks import Tasks
 from proxy.upstream import Sender
 
@@ -44,8 +46,9 @@ _POLL_S = 0.1
 class Compactor:
     """Runs compactions, in the background or inline."""
 
-    def __init__(self, store: Checkpoints, sender: Sender, tasks: Tasks, metrics: Metrics) -> None:
+    def __init__(self, store: Checkpoints, sender: Sender, targets: Targets, tasks: Tasks, metrics: Metrics) -> None:
         self._store = store
+        self._targets = targets
         self._summariser = Summariser(sender, metrics)
         self._tasks = tasks
         self._metrics = metrics
@@ -54,6 +57,7 @@ class Compactor:
         self._began: dict[str, float] = {}
         self.spare = Spare()
         self.economy = Economy()
+        self.rest = Rest()
 
     def is_busy(self, session: str) -> bool:
         """Whether a compaction of this session runs in this worker."""
@@ -98,22 +102,33 @@ class Compactor:
         """
         if job.counters.failures and clock.now_ms() < job.counters.not_before_ms:
             return await self.without_model(job, Because.BACKOFF)
-        name = str(job.warm.session)
-        began = self._began.get(name, clock.monotonic())
+        began = self._began.get(str(job.warm.session), clock.monotonic())
+        left_s = max(0.0, timeout_s - (clock.monotonic() - began))
         try:
-            async with asyncio.timeout(max(0.0, timeout_s - (clock.monotonic() - began))):
-                while True:
-                    joined = name in self._flights
-                    outcome = await asyncio.shield(self.start(job))
-                    # A joined flight may be another trigger's, with other rights, or another branch's: then the next one is our own.
-                    if not joined or _is_for(outcome.checkpoint, job.warm):
-                        return outcome
+            async with asyncio.timeout(left_s):
+                return await self._flown(job, left_s)
         except TimeoutError:
             return await self.without_model(job, Because.TIMEOUT)
 
+    async def _flown(self, job: Job, timeout_s: float) -> Outcome:
+        """How the flight for this job ended: our own, one that was joined, or another worker's that was waited for."""
+        name = str(job.warm.session)
+        while True:
+            joined = name in self._flights
+            outcome = await asyncio.shield(self.start(job))
+            if outcome.because in (Because.IN_FLIGHT, Because.SUPERSEDED):
+                made = await self.wait_elsewhere(job.warm, timeout_s)
+                if made is not None:
+                    return Outcome(made, None, False, None)
+            if outcome.because is Because.IN_FLIGHT:
+                continue  # it ended in vain: the next one is our own
+            # A joined flight may be another trigger's, with other rights, or another branch's: then the next one is our own.
+            if not joined or _is_for(outcome.checkpoint, job.warm):
+                return outcome
+
     async def without_model(self, job: Job, because: Because) -> Outcome:
         """The last resort beside a compaction that still runs, or that is not to be asked for now. It is committed only where none runs."""
-        known = None if self.is_busy(str(job.warm.session)) else await self._store.session(job.warm.session)
+        known = None if await self._is_flown(job.warm.session) else await self._store.session(job.warm.session)
         counters = replace(job.counters, last_turn=job.counters.turns)
         planner = Planner(job.warm, job.limits, job.policy)
         return await self._last_resort(job, planner, known, because, counters) or Outcome(None, because, False, None)
@@ -121,43 +136,113 @@ class Compactor:
     async def commit_later(
         self, session: SessionId, checkpoint: Checkpoint, attempt: Attempt | None, counters: Counters
     ) -> None:
-        """Commit such a checkpoint, now that the session is stored."""
-        if await self._store.commit(Commit(session, 0, checkpoint)):
-            self.spare.drop(session, checkpoint.id)
+        """Commit such a checkpoint, now that the session is stored, unless something better is on its way: then a later turn tries again."""
+        known = None if await self._is_flown(session) else await self._store.session(session)
+        if known is None:
+            return
+        offered = await self._store.offered(session)
+        if offered is not None and offered.made_at_ms > checkpoint.made_at_ms:
+            checkpoint, attempt = offered, None  # the summary that the last resort stood in for
+        await self._commit_late(known, checkpoint, attempt, counters)
+
+    async def _commit_late(
+        self, known: Session, checkpoint: Checkpoint, attempt: Attempt | None, counters: Counters
+    ) -> None:
+        """Commit a checkpoint that was made when the store had not the session, on what it has now."""
+        if not await self._is_outdated(known, checkpoint):
+            generation = known.generation + 1
+            numbered = replace(checkpoint, ref=replace(checkpoint.ref, generation=generation))
+            if not await self._store.commit(Commit(known.id, known.version, numbered)):
+                return
             if attempt is not None:
-                await self._store.note(session, replace(attempt, outcome="committed"), counters)
+                noted = replace(attempt, outcome="committed", generation=generation)
+                await self._store.note(known.id, noted, counters)
+        self.spare.drop(known.id, checkpoint)
+
+    async def _is_outdated(self, known: Session, checkpoint: Checkpoint) -> bool:
+        """Whether the session has it, or a newer one: the summary that took longer than the last resort covers less, and says more."""
+        if any(ref.id == checkpoint.id for ref in known.checkpoints):
+            return True
+        alive = [ref for ref in known.checkpoints if not ref.dead]
+        newest = await self._store.checkpoint(known.id, alive[-1].id) if alive else None
+        return newest is not None and newest.made_at_ms > checkpoint.made_at_ms
+
+    async def _is_flown(self, session: SessionId) -> bool:
+        """Whether a compaction of this session runs, in this worker or in another one."""
+        return self.is_busy(str(session)) or await self._store.is_in_flight(session) is True
+
+    def planned(self, job: Job) -> tuple[Job, Plan | Because]:
+        """The job with the model that would be asked, and what it would be asked, or why it would not."""
+        job = self._targets.aimed(job, None)
+        return job, self._summariser.planner(job).plan(job.trigger, job.span)
+
+    async def waits(self, session: SessionId, attempt: Attempt) -> None:
+        """Note that a soft compaction is due and waits: a line in the journal, under the lock since a compaction changes the same counters."""
+        async with self._store.flight(session, LOCK_TTL_S) as mine:
+            known = await self._store.session(session) if mine else None
+            if known is not None:
+                await self._store.note(session, attempt, known.counters)
 
     async def observe(self, job: Job) -> None:
         """Note what would have been done, and do nothing: `mode = "observe"`. It counts for the debounce as the real one would."""
-        planned = Planner(job.warm, job.limits, job.policy).plan(job.trigger, job.span)
+        job, planned = self.planned(job)
         because = planned if isinstance(planned, Because) else Because.OBSERVE
         attempt = _attempt(job, "skipped", because, None if isinstance(planned, Because) else planned)
         await self._noted(job, attempt, replace(job.counters, last_turn=job.counters.turns))
 
     async def compact(self, job: Job) -> Outcome:
         """One compaction, from the lock to the commit."""
-        async with self._store.flight(job.warm.session, LOCK_TTL_S) as mine:
-            known = await self._store.session(job.warm.session)
-            pressing = job.trigger in (Trigger.GUARD, Trigger.OVERFLOW)
-            if mine is False and (known is not None or not pressing):
+        session = job.warm.session
+        async with self._store.flight(session, LOCK_TTL_S) as mine:
+            if mine is False:
                 return self._ended(job, Because.IN_FLIGHT)
-            if not pressing and (mine is None or known is None):
+            known = await self._store.session(session)
+            if job.trigger not in (Trigger.GUARD, Trigger.OVERFLOW) and (mine is None or known is None):
                 # Its result could not be committed: paid for and thrown away.
                 return self._ended(job, Because.STORE)
-            if known is not None and (_newer(known, job.warm) or _is_undone(known, job.warm)):
+            if await self._is_superseded(job.warm, known):
                 return self._ended(job, Because.SUPERSEDED)
-            shape = self._summariser.shape(job.upstream.name, job.warm.model)
             if known is not None:
-                job = replace(job, counters=known.counters)  # as they are now, under the lock
-            planner = Planner(job.warm, job.limits, job.policy, shape)
-            planned = planner.plan(job.trigger, job.span)
-            if isinstance(planned, Plan):
-                return await self._call(job, planned, known, planner)
-            if planned is Because.NO_ROOM:
-                counters = pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
-                if outcome := await self._last_resort(job, planner, known, planned, counters):
-                    return outcome
-            return await self._skipped(job, planned)
+                return await self._made(replace(job, counters=known.counters), known)  # as they are now, under the lock
+            outcome = await self._made(job, None)
+            if mine and outcome.checkpoint is not None:
+                await self._hand_over(session, outcome.checkpoint, outcome.attempt)
+            return outcome
+
+    async def _is_superseded(self, warm: Warm, known: Session | None) -> bool:
+        """Whether somebody else was faster, or the request carries what was undone since."""
+        if known is not None and (_newer(known, warm) or _is_undone(known, warm)):
+            return True
+        offered = await self._store.offered(warm.session)
+        if offered is None or not _is_for(offered, warm):
+            return False
+        if known is not None:  # the turn that it was made for is stored, but who was to commit it has not come to it
+            await self._commit_late(known, offered, None, known.counters)
+        return True
+
+    async def _hand_over(self, session: SessionId, made: Checkpoint, attempt: Attempt | None) -> None:
+        """A checkpoint for whoever waits for this flight. Before the session's first turn is stored, nothing can be committed."""
+        known = await self._store.session(session)
+        if known is None:
+            await self._store.offer(session, made)
+        else:  # the last resort has served that turn meanwhile
+            await self._commit_late(known, made, attempt, replace(known.counters, last_turn=known.counters.turns))
+
+    async def _made(self, job: Job, known: Session | None) -> Outcome:
+        """What comes of it now that nobody else is at it. `known`: the session under the lock, None where the store has it not."""
+        job = self._targets.aimed(job, known)
+        planner = self._summariser.planner(job)
+        rests = self.rest.is_on(job.upstream.name, job.warm.session.tenant, clock.monotonic())
+        planned = Because.RATE_LIMITED if rests else planner.plan(job.trigger, job.span)
+        if isinstance(planned, Plan):
+            return await self._call(job, planned, known, planner)
+        if planned in (Because.NO_ROOM, Because.NO_MODEL, Because.RATE_LIMITED):
+            counters = pressure.after_success(job.counters, clock.now_ms(), applied=job.warm.applied is not None)
+            if rests:  # that ends no back-off of this session's own
+                counters = replace(job.counters, last_turn=job.counters.turns)
+            if outcome := await self._last_resort(job, planner, known, planned, counters):
+                return outcome
+        return await self._skipped(job, planned)
 
     async def _call(self, job: Job, plan: Plan, known: Session | None, planner: Planner) -> Outcome:
         began = clock.monotonic()
@@ -174,7 +259,8 @@ class Compactor:
                 job.limits,
                 generation=known.generation + 1 if known is not None else 1,
                 scope=plan.scope,
-                strategy="replay",
+                strategy=job.strategy,
+                model=job.model,
                 made_at_ms=clock.now_ms(),
                 anyway=job.trigger is not Trigger.SOFT,
                 answer=plan.answer,
@@ -182,7 +268,10 @@ class Compactor:
         duration_ms = round((clock.monotonic() - began) * 1000)
         if isinstance(made, Rejected):
             attempt = _attempt(job, "failed", made.because, plan, reading.usage, duration_ms)
-            counters = pressure.after_failure(job.counters, clock.now_ms(), reading.retry_after_s)
+            pause_s = pressure.BACKOFF_FIRST_S if reading.retry_after_s is None else reading.retry_after_s
+            if made.because is Because.RATE_LIMITED:
+                self.rest.begin(job.upstream.name, job.warm.session.tenant, clock.monotonic() + pause_s)
+            counters = pressure.after_failure(job.counters, clock.now_ms(), pause_s)
             await self._noted(job, attempt, counters)
             resort = await self._last_resort(job, planner, known, made.because, counters)
             return resort or Outcome(None, made.because, False, attempt)
@@ -214,6 +303,7 @@ class Compactor:
             generation=known.generation + 1 if known is not None else 1,
             scope=Scope.REGION,
             strategy="mechanical",
+            model=warm.model,
             made_at_ms=clock.now_ms(),
             anyway=True,
         )
@@ -236,6 +326,7 @@ class Compactor:
             attempt = replace(attempt, outcome="failed", because=Because.CONFLICT, generation=0)
             await self._noted(job, attempt, replace(job.counters, last_turn=job.counters.turns))
             return Outcome(made, Because.CONFLICT, False, attempt)
+        self.spare.drop(job.warm.session, made)
         if job.trigger is Trigger.SOFT:
             self.economy.made(job.warm.session.tenant, clock.monotonic())
         await self._noted(job, attempt, counters)
@@ -282,16 +373,22 @@ class Compactor:
     async def wait_elsewhere(self, warm: Warm, timeout_s: float) -> Checkpoint | None:
         """A checkpoint that another worker is making for this session, if it comes within `timeout_s` and before that flight ends in vain."""
         until = clock.monotonic() + timeout_s
-        while clock.monotonic() < until:
-            known = await self._store.session(warm.session)
-            newest = _newer(known, warm) if known is not None else None
-            if newest is not None:
-                return await self._store.checkpoint(warm.session, newest.id)
-            async with self._store.flight(warm.session, LOCK_TTL_S) as mine:
-                if mine is not False:
-                    return None
+        while True:
+            # Asked first: what a flight made is in the store before its lock is let go of.
+            flies = await self._store.is_in_flight(warm.session)
+            made = await self._from_elsewhere(warm)
+            if made is not None or not flies or clock.monotonic() >= until:
+                return made
             await asyncio.sleep(_POLL_S)
-        return None
+
+    async def _from_elsewhere(self, warm: Warm) -> Checkpoint | None:
+        """What another worker has made of this session for a request like this one."""
+        known = await self._store.session(warm.session)
+        newest = _newer(known, warm) if known is not None else None
+        if newest is not None:
+            return await self._store.checkpoint(warm.session, newest.id)
+        offered = await self._store.offered(warm.session)
+        return offered if _is_for(offered, warm) else None
 
 
 def _newer(known: Session, warm: Warm) -> CheckpointRef | None:
@@ -339,8 +436,11 @@ def _attempt(
         outcome,
         because,
         at_ms=clock.now_ms(),
+        strategy=job.strategy,
         plan=plan,
         usage=usage,
         duration_ms=duration_ms,
         made=made,
+        before=Before(job.warm, job.last, job.upstream.name, job.policy.cache_ttl_s),
+        figures=job.figures,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import TypeVar
 
 from proxy import clock, tenancy
@@ -23,6 +24,9 @@ K = TypeVar("K")
 UNREWRITTEN_S = 600.0
 MAX_REMEMBERED = 10_000
 _PEEKED_BYTES = 65_536
+
+_FAILED = (500, 501)
+_QUESTION = re.compile(rb"stream_?options|include_?usage", re.IGNORECASE)
 
 
 class Forwarder:
@@ -46,12 +50,12 @@ class Forwarder:
         """
         asked, body = self._ask_for_usage(talk, route.routed)
         reply = await self._sender.send(talk.inbound, talk.upstream, body)
-        if asked and await _is_refused(reply):
+        if asked and await _is_question_refused(reply):
             await reply.close()
             reply = await self._sender.send(talk.inbound, talk.upstream, route.routed.body)
             self._metrics.retried(Retry.STREAM_OPTIONS)
             asked = False
-            if reply.status not in SHAPE_STATUSES:
+            if reply.status not in SHAPE_STATUSES and reply.status < 500:
                 log.warning("the upstream refuses stream_options upstream=%s", talk.upstream.name)
                 _bounded(self._without_usage, (talk.upstream.name, talk.conversation.request.model), math.inf)
         if route.routed.applied is not None and await _is_refused(reply):
@@ -84,6 +88,16 @@ class Forwarder:
             return False, routed.body
         asking = stream_usage.asking(routed.body)
         return (False, routed.body) if asking is None else (True, asking)
+
+
+async def _is_question_refused(reply: Reply) -> bool:
+    """Whether the provider may not take our question for usage: it refuses the request, or fails and names what we asked with.
+
+    Sources: 422 by Mistral, 400 by Azure's older API versions, by Fireworks and by Databricks; 500 by gateways that choke on it.
+    """
+    if reply.status in _FAILED and _QUESTION.search(await error_body(reply) or b""):
+        return True
+    return await _is_refused(reply)
 
 
 async def _is_refused(reply: Reply) -> bool:

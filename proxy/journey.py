@@ -27,7 +27,7 @@ from proxy.guard import Guard
 from proxy.identify import Identifier
 from proxy.metrics import Metrics
 from proxy.mode import Mode
-from proxy.observe import Observer
+from proxy.observe import Observer, Seen
 from proxy.recovery import Recovery
 from proxy.relay import relay
 from proxy.talk import Route, Talk
@@ -91,8 +91,7 @@ class Journey:
         if route.routed.applied is not None:
             self._metrics.checkpoint_applied()
             self._compactor.economy.used(talk.lineage.id.tenant)
-        if reply.status == 200:
-            self._observer.beside(talk)
+        seen = await self._safely(self._observer.replied(talk, reply), "beside") or Seen(reply.headers)
 
         tap = Tap(tenancy.header(reply.headers, "content-type"), tenancy.header(reply.headers, "content-encoding"))
         ended = await relay(
@@ -104,7 +103,7 @@ class Journey:
         )
         # SDKs hang up once they have read the end of a stream: whether the turn is complete is for the answer to say.
         if ended is not Ended.UPSTREAM_BROKE and reply.status == 200:
-            self._tasks.spawn(self._observer.after(talk, route, tap), "after-turn")
+            self._tasks.spawn(self._observer.after(talk, route, tap, seen), "after-turn")
 
     async def _route(self, talk: Talk) -> Route:
         """The request as it shall go out: with its checkpoint, and compacted now where it would not fit."""

@@ -27,7 +27,7 @@ _STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
 _OUTCOMES: Final = ("committed", "made", "skipped", "failed", _OTHER)
 _NO_REASON: Final = "none"
 _YES_NO: Final = ("yes", "no")
-_STEPS: Final = ("identify", "rewrite", "guard", "recover", _OTHER)
+_STEPS: Final = ("identify", "rewrite", "guard", "recover", "beside", _OTHER)
 
 # A cached replay of a small model answers in under a second; timeout_s ends a call after 120 s by default.
 _CALL_SECONDS: Final = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240)
@@ -100,7 +100,9 @@ class Metrics:
             "retries", "Further calls to the upstream for one client request, by cause.", cause=Retry
         )
         self._unread = counter(
-            "unread_requests", "Chat completions that were relayed untouched because they could not be read.", because=Unread
+            "unread_requests",
+            "Chat completions that were relayed untouched because they could not be read.",
+            because=Unread,
         )
         self._recalls = counter("recalls", "Lookups of a conversation, by what the store knew.", outcome=Recall)
         self._applied = counter(
@@ -137,6 +139,10 @@ class Metrics:
         )
         self._saved = counter(
             "saved_tokens", "Tokens that checkpoints took out of the conversation when they were made."
+        )
+        self._truncated = counter(
+            "silent_truncations",
+            "Turns whose provider counted far fewer prompt tokens than were sent, and said nothing of it.",
         )
         self._turns = counter(
             "turns",
@@ -207,6 +213,10 @@ class Metrics:
     def unshrinkable(self) -> None:
         """A request exceeds the window by what no compaction can cover."""
         self._unshrinkable.inc()
+
+    def truncated(self) -> None:
+        """A provider counted far fewer prompt tokens than were sent."""
+        self._truncated.inc()
 
     def turn(self, usage: Usage, *, applied: bool) -> None:
         """The provider answered a chat completion completely."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from proxy import clock
 from proxy.compactor import Compactor
 from proxy.config import Config
-from proxy.core import pressure, turn
-from proxy.core.answer import Tap
+from proxy.core import journal, payback, pressure, quota, turn
+from proxy.core.answer import Tap, with_headers
 from proxy.core.limits import limits
-from proxy.core.model import Because, Pending, Saved, Trigger
+from proxy.core.model import NO_FIGURES, Because, Figures, Pending, Saved, Session, Trigger
+from proxy.core.quota import Headers
 from proxy.core.turn import Forwarded
+from proxy.counts import Counts
+from proxy.job import Job
 from proxy.locality import is_local
 from proxy.metrics import Metrics
 from proxy.mode import Mode
@@ -19,8 +24,32 @@ from proxy.store import Store
 from proxy.talk import Route, Talk
 from proxy.tasks import Tasks
 from proxy.unwritten import Unwritten
+from proxy.upstream import Reply
 from proxy.warm import stored_warm
 from proxy.windows import Windows
+from proxy.worth import Worth
+
+_MAX_REMEMBERED = 10_000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of a reply before it went on: its headers; and why a compaction that waited for this turn waits on, None: it does not."""
+
+    headers: Headers
+    because: Because | None = None
+    figures: Figures = NO_FIGURES
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What follows a turn: `job` is to be made now, or beside the next request (`later`), unless there is a reason against it."""
+
+    job: Job | None
+    because: Because | None
+    later: bool = False
 
 
 class Observer:
@@ -31,6 +60,7 @@ class Observer:
         config: Config,
         store: Store,
         compactor: Compactor,
+        worth: Worth,
         windows: Windows,
         unwritten: Unwritten,
         tasks: Tasks,
@@ -39,42 +69,63 @@ class Observer:
         self._config = config
         self._store = store
         self._compactor = compactor
+        self._worth = worth
         self._windows = windows
+        self._counts = Counts(windows, metrics)
         self._unwritten = unwritten
         self._tasks = tasks
         self._metrics = metrics
+        self._told: OrderedDict[str, Because] = OrderedDict()
+        self._figures: OrderedDict[str, Figures] = OrderedDict()
 
-    async def after(self, talk: Talk, route: Route, tap: Tap) -> None:
+    async def after(self, talk: Talk, route: Route, tap: Tap, seen: Seen) -> None:
         """What follows a complete answer: save the request header; compact if it is due."""
         talk = self._measured(talk)
         estimate = talk.estimate(route.routed.applied)
         pressing = talk.mode is Mode.FORCE or estimate >= talk.limits.soft // 2
-        answer = tap.answer(want_text=pressing)
+        answer = with_headers(tap.answer(want_text=pressing), seen.headers)
         if not answer.complete:
             return
         forwarded = turn.forwarded(talk.conversation, route.routed, answer, estimate)
-        self._windows.proved(talk.upstream.name, talk.conversation.request.model, talk.window, forwarded.used)
-        self._metrics.turn(forwarded.usage, applied=route.routed.applied is not None)
+        self._counts.seen(talk, forwarded)
+        self._metrics.turn(answer.usage, applied=route.routed.applied is not None)
         talk = _counted(talk, route)
-        due = self._due(talk, route, forwarded)
-        trigger = due if isinstance(due, Trigger) else None
-        waits = trigger is not None and self._waits_for_next_turn(talk, trigger)
-        pending = Pending(trigger, clock.now_ms()) if trigger is not None and waits else None
-        saved = await self._unwritten.save(
-            self._saved(talk, route, forwarded, pending), talk.conversation, talk.lineage.known
-        )
-        if saved and route.uncommitted is not None:
+        decision = self._decided(talk, route, forwarded, seen.headers)
+        if seen.because is not None:  # before the turn is saved: a note forgets what is pending
+            await self._tell(talk, seen.because, forwarded.used, seen.figures)
+        pending = Pending(Trigger.SOFT, clock.now_ms()) if decision.later else None
+        saved = self._saved(talk, route, forwarded, pending)
+        stored = await self._unwritten.save(saved, talk.conversation, talk.lineage.known)
+        if stored and route.uncommitted is not None:
             await self._compactor.commit_later(talk.lineage.id, route.uncommitted, route.attempt, talk.lineage.counters)
-        if not saved or waits or (trigger is None and due is not Because.OBSERVE):
+        if stored and decision.job is not None:
+            await self._carry_out(talk, replace(decision, job=replace(decision.job, last=saved.turn)))
+
+    async def _carry_out(self, talk: Talk, decision: Decision) -> None:
+        """Make the compaction, have it wait for the next request, or say why it waits."""
+        job = decision.job
+        if job is None:
             return
-        warm = turn.warm_after(
-            talk.lineage.id, talk.conversation, route.routed, talk.lineage.known, forwarded, talk.factor
-        )
-        job = talk.job(warm, trigger or Trigger.SOFT, forwarded.used)
-        if trigger is None:
+        if decision.because is Because.OBSERVE:
             await self._compactor.observe(job)
+        elif decision.because is not None:
+            await self._tell(talk, decision.because, job.used, job.figures)
+        elif decision.later:
+            _remember(self._figures, talk.name, job.figures)
         else:
+            self._told.pop(talk.name, None)
             self._compactor.later(job, talk.policy.settle_s)
+
+    async def _tell(self, talk: Talk, because: Because, used: int | None, figures: Figures) -> None:
+        """Note in the journal that a soft compaction is due and waits: once, until it waits for another reason, or is made."""
+        if self._told.get(talk.name) is not because:
+            share = None if used is None else round(used / talk.window.tokens, 4)
+            strategy = "transcript" if talk.policy.summary_model else talk.policy.strategy
+            attempt = journal.attempt(
+                *(Trigger.SOFT, share, "skipped", because), at_ms=clock.now_ms(), strategy=strategy, figures=figures
+            )
+            await self._compactor.waits(talk.lineage.id, attempt)
+        _remember(self._told, talk.name, because)
 
     def _measured(self, talk: Talk) -> Talk:
         """With the window as it is known by now: the upstream may have told it while it was answering, or an error taught it."""
@@ -83,31 +134,53 @@ class Observer:
             return talk
         return replace(talk, window=window, limits=limits(talk.policy, window, reasons=talk.conversation.reasons))
 
-    def _due(self, talk: Talk, route: Route, forwarded: Forwarded) -> Trigger | Because:
-        """What asks for a compaction after this turn, or why none is wanted."""
-        if talk.mode is Mode.FORCE:
-            return Trigger.FORCE
+    def _decided(self, talk: Talk, route: Route, forwarded: Forwarded, headers: Headers) -> Decision:
+        """What shall be done after this turn. `headers`: of the provider's answer."""
+        forced = talk.mode is Mode.FORCE
+        because = None if forced else self._undue(talk, route, forwarded)
+        if because is not None:
+            self._metrics.decision(because)
+            if because is Because.BELOW_WATERMARK:
+                self._told.pop(talk.name, None)
+            return Decision(None, because)
+        warm = turn.warm_after(
+            talk.lineage.id, talk.conversation, route.routed, talk.lineage.known, forwarded, talk.factor
+        )
+        job = talk.job(warm, Trigger.FORCE if forced else Trigger.SOFT, forwarded.used)
+        if forced:
+            return Decision(job, None)
+        later = self._waits_for_next_turn(talk)
+        requested = talk.conversation.request.requested_output
+        last_chance = pressure.is_last_chance(forwarded.used, requested, talk.limits)
+        job, because = self._worth.weighed(job, _share_found(talk, forwarded, job), last_chance=last_chance)
+        if because is None and not later:
+            because, figures = self._worth.barred(talk, forwarded.used, headers)
+            job = replace(job, figures=_both(job.figures, figures))
+        if because is None and talk.mode is Mode.OBSERVE:
+            because = Because.OBSERVE
+        self._metrics.decision(because)
+        return Decision(job, because, later and because is None)
+
+    def _undue(self, talk: Talk, route: Route, forwarded: Forwarded) -> Because | None:
+        """Why no soft compaction is due after this turn."""
         counters = replace(talk.lineage.counters, turns=talk.lineage.counters.turns + 1)
-        applied = route.routed.applied is not None
         because = pressure.due(
             forwarded.used,
             talk.limits,
             counters,
             clock.now_ms(),
-            applied=applied,
+            applied=route.routed.applied is not None,
             root_unapplied=talk.recalled.root_unapplied if talk.recalled else 0,
         )
         if because is None and self._compactor.economy.is_paused(talk.lineage.id.tenant, clock.monotonic()):
             because = Because.UNAPPLIED
         if because is None and self._compactor.is_busy(talk.name):
             because = Because.IN_FLIGHT
-        if because is None and talk.mode is Mode.OBSERVE:
-            because = Because.OBSERVE
-        self._metrics.decision(because)
-        return Trigger.SOFT if because is None else because
+        return because
 
-    def _waits_for_next_turn(self, talk: Talk, trigger: Trigger) -> bool:
-        if trigger is Trigger.FORCE or talk.policy.when == "after_turn":
+    def _waits_for_next_turn(self, talk: Talk) -> bool:
+        """Whether a soft compaction is made beside the next request."""
+        if talk.mode is Mode.OBSERVE or talk.policy.when == "after_turn":
             return False
         return talk.policy.when == "next_turn" or not is_local(talk.upstream.base_url)
 
@@ -125,30 +198,71 @@ class Observer:
             pending=pending,
         )
 
-    def beside(self, talk: Talk) -> None:
-        """A compaction that waited for this turn (`when = "next_turn"`): replay the previous warm request beside it."""
+    async def replied(self, talk: Talk, reply: Reply) -> Seen:
+        """What the reply tells. Beside one that is an answer a compaction that waited for it begins; one that says that the provider has had enough
+        lets all of this tenant's rest.
+        """
+        if quota.has_had_enough(reply.status):
+            said = quota.retry_after_s(reply.headers, clock.now_ms())
+            until = clock.monotonic() + (pressure.BACKOFF_FIRST_S if said is None else said)
+            self._compactor.rest.begin(talk.upstream.name, talk.lineage.id.tenant, until)
         known = talk.lineage.known
-        if known is None or known.pending is None or known.turn is None or talk.mode is Mode.OBSERVE:
-            return
-        if (known.turn.upstream, known.turn.model) != (talk.upstream.name, talk.conversation.request.model):
-            return  # the conversation moved on to another model: what was warm is at another provider
-        if clock.now_ms() - known.turn.finished_ms > talk.policy.cache_ttl_s * 1000 or self._compactor.is_busy(
-            str(known.id)
-        ):
-            return  # cold by now: this turn warms it, and decides again
-        self._tasks.spawn(self._replay_stored(talk, known.pending.trigger), "compact-beside")
+        if reply.status != 200 or known is None or known.pending is None or talk.mode is Mode.OBSERVE:
+            return Seen(reply.headers)
+        because, figures = self._beside(talk, known, reply.headers)
+        if because is not None:
+            self._metrics.decision(because)
+        return Seen(reply.headers, because, figures)
 
-    async def _replay_stored(self, talk: Talk, trigger: Trigger) -> None:
-        known = talk.lineage.known
-        if known is None:
-            return
+    def _beside(self, talk: Talk, known: Session, headers: Headers) -> tuple[Because | None, Figures]:
+        """Replay the previous warm request beside this turn (`when = "next_turn"`), or why that waits: this turn decides again."""
+        if known.turn is None or self._compactor.is_busy(str(known.id)):
+            return None, NO_FIGURES
+        if (known.turn.upstream, known.turn.model) != (talk.upstream.name, talk.conversation.request.model):
+            return None, NO_FIGURES  # the conversation moved on to another model: what was warm is at another provider
+        idle_s = (clock.now_ms() - known.turn.finished_ms) / 1000
+        if idle_s > talk.policy.cache_ttl_s:
+            return Because.COLD, Figures(idle_s=round(idle_s, 1))
+        because, figures = self._worth.barred(talk, known.turn.usage.used or known.turn.weight, headers)
+        if because is None:
+            figures = _both(self._figures.pop(talk.name, NO_FIGURES), figures)
+            self._told.pop(talk.name, None)
+            self._tasks.spawn(self._replay_stored(talk, known, figures), "compact-beside")
+        return because, figures
+
+    async def _replay_stored(self, talk: Talk, known: Session, figures: Figures) -> None:
         warm = await stored_warm(self._store, known)
         if warm is None:
             self._metrics.decision(Because.WARM_MISSING)
             return
         used = known.turn.usage.used if known.turn else None
         warm = turn.with_answer(warm, known, talk.conversation)
-        self._compactor.start(talk.job(warm, trigger, used))
+        self._compactor.start(replace(talk.job(warm, Trigger.SOFT, used), figures=figures))
+
+
+def _share_found(talk: Talk, forwarded: Forwarded, job: Job) -> float:
+    """Of what the provider should have had in its cache, the share that this turn found there."""
+    before = talk.lineage.known.turn if talk.lineage.known is not None else None
+    applied = job.warm.applied.id if job.warm.applied is not None else None
+    gap_ms = talk.started_ms - before.finished_ms if before is not None else 0
+    return payback.share_found(before, forwarded.usage, applied, gap_ms, talk.policy.cache_ttl_s)
+
+
+def _both(of_payback: Figures, of_quota: Figures) -> Figures:
+    return replace(
+        of_payback,
+        needed_tokens=of_quota.needed_tokens,
+        remaining_tokens=of_quota.remaining_tokens,
+        remaining_requests=of_quota.remaining_requests,
+    )
+
+
+def _remember(memory: OrderedDict[str, T], session: str, value: T) -> None:
+    """In bounded memory: forgotten, a line is told once more, or lacks its figures."""
+    memory[session] = value
+    memory.move_to_end(session)
+    if len(memory) > _MAX_REMEMBERED:
+        memory.popitem(last=False)
 
 
 def _counted(talk: Talk, route: Route) -> Talk:

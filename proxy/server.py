@@ -31,6 +31,7 @@ from proxy.listener import CannotListen, Chat, Listener, opened
 from proxy.metrics import Metrics
 from proxy.notices import cache_given_up
 from proxy.observe import Observer
+from proxy.pricelist import PriceBook
 from proxy.recovery import Recovery
 from proxy.refusals import placed
 from proxy.store import Store
@@ -41,6 +42,7 @@ from proxy.tenancy import Tenants
 from proxy.unwritten import Unwritten
 from proxy.upstream import Upstreams
 from proxy.windows import Windows
+from proxy.worth import Worth
 
 log = logging.getLogger("warmfold.server")
 
@@ -86,7 +88,8 @@ async def start(config: Config) -> Running:
         upstreams = Upstreams(config, metrics)
         stack.push_async_callback(upstreams.close)
         windows = Windows(await pricelist.listed(config))
-        chat, by_hand = build_journey(config, store, upstreams, windows, tasks, metrics)
+        prices = PriceBook(config, await pricelist.priced(config))
+        chat, by_hand = build_journey(config, store, upstreams, windows, prices, tasks, metrics)
 
         admin = web.AppRunner(
             admin_app(config, store, by_hand, metrics, upstreams.probe), access_log=None, shutdown_timeout=1.0
@@ -102,7 +105,13 @@ async def start(config: Config) -> Running:
 
 
 def build_journey(
-    config: Config, store: Store, upstreams: Upstreams, windows: Windows, tasks: Tasks, metrics: Metrics
+    config: Config,
+    store: Store,
+    upstreams: Upstreams,
+    windows: Windows,
+    prices: PriceBook,
+    tasks: Tasks,
+    metrics: Metrics,
 ) -> tuple[Chat, ByHandPort]:
     """What answers chat completions, and what compacts on an operator's word: both around one compactor."""
     tenants = Tenants(store, config.session.tenant_header, config.secret(config.session.tenant_secret_env) or "")
@@ -110,7 +119,8 @@ def build_journey(
     unwritten = Unwritten(store)
     discovery = Discovery(upstreams, windows, tasks)
     identifier = Identifier(config, store, tenants, windows, discovery, unwritten, metrics)
-    observer = Observer(config, store, compactor, windows, unwritten, tasks, metrics)
+    worth = Worth(config, prices, compactor)
+    observer = Observer(config, store, compactor, worth, windows, unwritten, tasks, metrics)
     guard, forwarder = Guard(compactor, metrics), Forwarder(upstreams, metrics)
     recovery = Recovery(forwarder, guard, windows, metrics)
     journey = Journey(config, upstreams, identifier, forwarder, guard, recovery, observer, compactor, tasks, metrics)

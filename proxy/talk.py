@@ -64,9 +64,9 @@ class Talk:
     def job(self, warm: Warm, trigger: Trigger, used: int | None) -> Job:
         """A compaction of this conversation, by the client's own route and credential. `used`: what the window held."""
         counters = replace(self.lineage.counters, turns=self.lineage.counters.turns + 1)
-        return Job(
-            warm, trigger, self.limits, self.policy, self.upstream, replace(self.inbound, body=None), counters, used
-        )
+        inbound = replace(self.inbound, body=None)
+        last = self.lineage.known.turn if self.lineage.known is not None else None
+        return Job(warm, trigger, self.limits, self.policy, self.upstream, inbound, counters, used, last=last)
 
 
 @dataclass(frozen=True, slots=True)

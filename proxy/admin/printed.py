@@ -76,6 +76,7 @@ _JOURNAL: Final[Sequence[Column]] = (
     Column("answer", lambda a: a["completion"]),
     Column("saved", lambda a: a["saved_tokens"]),
     Column("miss", lambda a: a["miss"]),
+    Column("payback", lambda a: a["figures"].get("payback_turns")),
     Column("ms", lambda a: a["duration_ms"]),
 )
 

@@ -5,6 +5,7 @@ Positions: `from` is the first covered message, `to` (and `covered`, where it st
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -103,6 +104,7 @@ def attempt(of: Attempt) -> dict[str, Any]:
         "duration_ms": of.duration_ms,
         "generation": of.generation,
         "saved_tokens": of.saved_tokens,
+        "figures": {name: value for name, value in asdict(of.figures).items() if value is not None},
     }
 
 

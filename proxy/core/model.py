@@ -37,6 +37,7 @@ class Because(StrEnum):
     COLD = "cold"
     QUOTA = "quota"
     PAYBACK = "payback"
+    REASONING = "reasoning"
     UNKNOWN_USAGE = "unknown_usage"
     NO_MODEL = "no_model"
     WARM_MISSING = "warm_missing"
@@ -420,8 +421,28 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """What a decision went by; None: it played no part, or is not known.
+
+    `payback_turns`, `cost_usd`, `saving_usd` (of each later turn): core/payback.py. `idle_s`: since the warm request. `needed_tokens`: what the
+    call takes of the provider's quota; `remaining_tokens`, `remaining_requests`: what the provider says is left of it.
+    """
+
+    payback_turns: float | None = None
+    cost_usd: float | None = None
+    saving_usd: float | None = None
+    idle_s: float | None = None
+    needed_tokens: int | None = None
+    remaining_tokens: int | None = None
+    remaining_requests: int | None = None
+
+
+NO_FIGURES = Figures()
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
-    """One line of a session's journal: a compaction that was made, failed or was not worth it."""
+    """One line of a session's journal: a compaction that was made, failed, waits or was not worth it."""
 
     at_ms: int
     trigger: Trigger
@@ -441,6 +462,7 @@ class Attempt:
     duration_ms: int = 0
     generation: int = 0
     saved_tokens: int | None = None
+    figures: Figures = NO_FIGURES
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from proxy.core.limits import Limits
-from proxy.core.model import Because, Counters
+from proxy.core.model import Because, Counters, Facts
+from proxy.core.payback import Payback
 
 BACKOFF_FIRST_S = 30
 BACKOFF_MAX_S = 3600
@@ -49,6 +52,33 @@ def must_compact(estimate: int, requested_output: int, limits: Limits, least: in
     reached = least + limits.summary // 2 + limits.ledger if least else 0
     hard = limits.hard if reached < limits.hard else total
     return estimate >= hard or estimate + (reserved if reached + reserved <= total else 0) > total
+
+
+def is_last_chance(used: int, requested_output: int, limits: Limits) -> bool:
+    """Whether the next request would have to be compacted while its client waits: then a soft compaction waits for nothing that is only dear."""
+    return used >= limits.hard or must_compact(used, requested_output, limits)
+
+
+def waits(payback: Payback | None, max_turns: int, *, thinks: bool) -> Because | None:
+    """Why a soft compaction that is due had better wait, for the hard watermark at most; None: it need not.
+
+    `payback` None: prices are not known, so it pays. `thinks`: thoughts stand behind the last user message of what would be replayed.
+    """
+    if thinks:
+        return Because.REASONING
+    return Because.PAYBACK if payback is not None and not payback.pays(max_turns) else None
+
+
+def thinks_behind_user(facts: Sequence[Facts]) -> bool:
+    """Whether thoughts stand behind the last user message. Several templates drop them once another user message follows, as a replay's
+    instruction does: then the prompt is another one from the first of them on. Without any user message it is the checkpoint in front.
+    """
+    for message in reversed(facts):
+        if message.role == "user":
+            return False
+        if message.reasoning:
+            return True
+    return False
 
 
 def after_success(counters: Counters, now_ms: int, *, applied: bool) -> Counters:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from proxy.core import conversation as conversations
-from proxy.core import echo, fingerprint, openai, replay, tokens
+from proxy.core import echo, fingerprint, openai, replay, tokens, truncated
 from proxy.core.answer import Answer
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.model import (
@@ -24,6 +24,7 @@ from proxy.core.model import (
 )
 from proxy.core.plan import Warm
 from proxy.core.rewrite import Routed
+from proxy.core.truncated import Truncated
 
 __all__ = [
     "Forwarded",
@@ -41,25 +42,35 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class Forwarded:
     """What came of a turn. `used`: tokens in the window after it, the provider's count or the estimate. `weight`: the uncorrected estimate
-    of the prompt. `answer`: the assistant message to add in a replay, None where it may not be rebuilt.
+    of the prompt. `answer`: the assistant message to add in a replay, None where it may not be rebuilt. `truncated`: the provider counted
+    far less than was sent; `usage` is then without its count of the prompt, so that nothing is measured by it.
     """
 
     usage: Usage
     used: int
     weight: int
     answer: bytes | None
+    truncated: Truncated | None = None
 
 
 def forwarded(conversation: Conversation, routed: Routed, answer: Answer, estimate: int) -> Forwarded:
     """The turn's figures. `estimate`: the corrected estimate of the routed prompt, used where the provider did not count."""
     usage = answer.usage
-    visible = tokens.of_text(answer.text) if answer.text else 0
-    if usage.prompt is None:
-        used = estimate + (visible if usage.completion is None else usage.completion)
-    else:
-        used = (usage.used or usage.prompt) + (visible if usage.completion is None else 0)
     weight = conversations.weight(conversation, routed.applied)
-    return Forwarded(usage, used, weight, _answer(conversation, answer))
+    cut = truncated.truncated(conversation, routed.applied, usage.prompt, weight)
+    if cut is not None:
+        # An earlier count of this session, from which the estimate goes on, may have been such a one that was not noticed yet.
+        usage, estimate = replace(usage, prompt=None, cached=None), max(estimate, weight)
+    said = _said(usage, answer)
+    used = said + (estimate if usage.prompt is None else usage.prompt)
+    return Forwarded(usage, used, weight, _answer(conversation, answer), cut)
+
+
+def _said(usage: Usage, answer: Answer) -> int:
+    """Tokens of the visible answer: counted, else estimated where the text is known."""
+    if usage.completion is None:
+        return tokens.of_text(answer.text) if answer.text else 0
+    return max(0, usage.completion - (usage.reasoning or 0))
 
 
 def _answer(conversation: Conversation, answer: Answer) -> bytes | None:

@@ -88,6 +88,20 @@ def test_equal_meaning(one: bytes, other: bytes) -> None:
         pytest.param(b'{"x":{"cache_control":1}}', b'{"x":{}}', id="a mark where none belongs"),
         pytest.param(b'{"tool_calls":[{"id":"a"}]}', b'{"tool_calls":[{"id":"b"}]}', id="call id"),
         pytest.param(b'{"reasoning_content":"a"}', b'{"reasoning_content":"b"}', id="thoughts"),
+        *(
+            pytest.param(b'{"role":"user","%s":"a"}' % key, other, id=f"{key.decode()} {how}")
+            for key in (
+                b"name",
+                b"refusal",
+                b"annotations",
+                b"audio",
+                b"reasoning",
+                b"reasoning_details",
+                b"prefix",
+                b"extra_content",
+            )
+            for how, other in (("changed", b'{"role":"user","%s":"b"}' % key), ("gone", b'{"role":"user"}'))
+        ),
         pytest.param(b'{"content":"\\ud800"}', b'{"content":"\\ud801"}', id="lone surrogates"),
         pytest.param(b'{"a":1,"a":2}', b'{"a":2}', id="a key twice means its bytes"),
     ],

@@ -34,10 +34,11 @@ def _warm(
     prompt: int | None = None,
     factor: float = 1.0,
     tokens: int = 50,
+    text: str = "What happened so far.",
 ) -> Warm:
     """The warm request of a turn with this body; k > 0: a checkpoint over [from_, k) was applied."""
     conversation = read(body)
-    made = replace(checkpoint(conversation, k, from_=from_), checkpoint_tokens=tokens) if k else None
+    made = replace(checkpoint(conversation, k, from_=from_, text=text), checkpoint_tokens=tokens) if k else None
     routed = rewrite.route(conversation.request, conversation.preamble_length, made)
     assert routed.applied is made
     done = turn.forwarded(conversation, routed, replace(UNREAD, text=answer, usage=Usage(prompt)), 1)
@@ -312,6 +313,23 @@ def test_a_later_head_region_absorbs_a_middle_one() -> None:
     assert found.region.tokens > 77 + sum(f.weight for f in warm.facts[:4])
 
 
+def test_an_earlier_checkpoint_is_nothing_that_stays() -> None:
+    """It is replaced, however large it is: the tail may be as large as behind a small one."""
+    sizes = limits(4096, keep_recent_turns=0, keep_recent_tokens=800)
+    for words in (100, 1500):
+        warm = _warm(body_of(TALK), k=2, tokens=words + 100, text="word " * words)
+        assert _made(_plan(warm, sizes, Trigger.FORCE)).region == Region(0, 4, words + 100 + 2 * 204, 5 * 204)
+
+
+def test_where_nothing_behind_a_kept_head_fits_there_is_no_room() -> None:
+    """A region that ended in the head would cover nothing."""
+    warm = _warm(body_of("u*300 a*300 u*300 a*300 u*4000 a*300 u*9 a*9"))
+    sizes = limits(4096, keep_head_messages=4, keep_recent_turns=1, keep_recent_tokens=0)
+    assert _plan(warm, sizes, Trigger.OVERFLOW) == Because.NO_ROOM
+    made = _made(_plan(warm, limits(4096, keep_recent_turns=1, keep_recent_tokens=0), Trigger.OVERFLOW))
+    assert (made.region.from_, made.region.k) == (0, 4)
+
+
 def test_a_kept_head_stays_in_front() -> None:
     warm = _warm(body_of(TALK))
     found = _made(_plan(warm, limits(4096, keep_head_messages=3), Trigger.SOFT))
@@ -325,6 +343,17 @@ def test_what_was_never_sent_is_not_read_in_a_warm_call() -> None:
     found = _made(_plan(warm, limits(4096), Trigger.GUARD))
     assert (found.scope, found.read_to, found.region.k) == (Scope.WARM, 7, 4)
     assert _sent(found)[:-1] == conversation.request.messages[:7]
+
+
+@pytest.mark.parametrize(
+    ("end", "k", "scope"), [(9, 8, Scope.WARM), (6, 6, Scope.WARM), (2, 2, Scope.WARM), (0, 8, Scope.REGION)]
+)
+def test_what_was_never_sent_is_not_covered_where_the_rest_is_enough(end: int, k: int, scope: Scope) -> None:
+    """It is in no cache: a region that ends in it would be read anew. Only where nothing was sent is there no choice."""
+    warm = replace(_warm(body_of(TALK)), end=end)
+    sizes = limits(4096, keep_recent_turns=0, keep_recent_tokens=0)
+    found = _made(_plan(warm, sizes, Trigger.GUARD))
+    assert (found.region.k, found.scope, found.read_to) == (k, scope, end if scope is Scope.WARM else k)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from proxy.core import pressure
 from proxy.core.model import Because, Counters
-from tests.core.build import limits
+from proxy.core.payback import Payback
+from tests.core.build import facts_of, limits, talk
 
 LIMITS = limits(32_000)
 NOW = 1_000_000
@@ -176,3 +177,62 @@ def test_a_client_that_rewrites_its_history_is_left_alone_for_a_while() -> None:
             counters = pressure.after_success(counters, now, applied=False)
             made += 1
     assert made == 2
+
+
+@pytest.mark.parametrize(
+    ("used", "output", "expected"),
+    [
+        pytest.param(27_820, 0, True, id="at the hard watermark"),
+        pytest.param(27_819, 0, False, id="just below"),
+        pytest.param(25_000, 7_001, True, id="the next answer would not fit"),
+    ],
+)
+def test_the_last_chance_of_a_soft_compaction(used: int, output: int, expected: bool) -> None:
+    assert pressure.is_last_chance(used, output, LIMITS) is expected
+
+
+def test_an_assumed_window_has_a_last_chance_too_although_nothing_is_compacted_in_front_of_a_request() -> None:
+    assumed = limits(32_000, "assumed")
+    assert pressure.is_last_chance(assumed.hard, 0, assumed)
+    assert not pressure.is_last_chance(assumed.hard - 1, 32_000, assumed)
+
+
+DEAR, CHEAP = Payback(1.0, 0.0, 0.1), Payback(0.1, 0.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("payback", "max_turns", "thinks", "expected"),
+    [
+        pytest.param(CHEAP, 8, False, None, id="it pays"),
+        pytest.param(DEAR, 8, False, Because.PAYBACK, id="it does not"),
+        pytest.param(DEAR, 10, False, None, id="it does in time"),
+        pytest.param(DEAR, 0, False, None, id="nobody asks"),
+        pytest.param(None, 8, False, None, id="nobody knows"),
+        pytest.param(CHEAP, 8, True, Because.REASONING, id="in the middle of a thought"),
+        pytest.param(DEAR, 8, True, Because.REASONING, id="both"),
+        pytest.param(None, 0, True, Because.REASONING, id="in the middle of a thought, whatever it costs"),
+    ],
+)
+def test_what_a_soft_compaction_waits_for(
+    payback: Payback | None, max_turns: int, thinks: bool, expected: Because | None
+) -> None:
+    assert pressure.waits(payback, max_turns, thinks=thinks) == expected
+
+
+THINKS = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        pytest.param([], False, id="nothing"),
+        pytest.param(talk("u a:1 t:1"), False, id="no thoughts"),
+        pytest.param([*talk("u"), THINKS, *talk("t:1")], True, id="behind the last user message"),
+        pytest.param([*talk("u"), THINKS, *talk("u")], False, id="in front of it"),
+        pytest.param([*talk("u"), THINKS, *talk("u a:1 t:1")], False, id="in front of it, and work since"),
+        pytest.param([THINKS, *talk("t:1 a")], True, id="no user message at all, so a checkpoint stands in front"),
+        pytest.param([*talk("u"), {**THINKS, "reasoning_content": ""}], False, id="empty thoughts"),
+    ],
+)
+def test_thoughts_behind_the_last_user_message(messages: list[Any], expected: bool) -> None:
+    assert pressure.thinks_behind_user(facts_of(messages)) is expected

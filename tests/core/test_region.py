@@ -129,6 +129,7 @@ def _choose(
     [
         pytest.param("u a u a u a u a", 200, {}, Region(0, 4, 800, 800), id="two user turns stay"),
         pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 1, "keep_recent_tokens": 0}, Region(0, 6, 1200, 400), id="one user turn stays"),
+        pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 2, "keep_recent_tokens": 0}, Region(0, 4, 800, 800), id="two stay for their own sake"),
         pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 0, "keep_recent_tokens": 0}, Region(0, 6, 1200, 400), id="a good place"),
         pytest.param("u a u a u a u a", 200, {"keep_recent_turns": 1, "keep_recent_tokens": 700}, Region(0, 4, 800, 800), id="tokens ask for more than turns"),
         pytest.param("u a u a u a u a", 500, {}, Region(0, 6, 3000, 1000), id="turns ask for more than a quarter of the window"),

@@ -819,7 +819,7 @@ async def test_show_prints_facts_checkpoints_and_journal(admin: Listener, capsys
     assert ["cp1", "1", "0", "4", "6", "alive"] in lines
     heading, *journal = lines[lines.index(["journal:"]) + 1 :]
     assert [(line[2], line[3]) for line in journal] == [("failed", "timeout"), ("committed", "-")]
-    assert {len(line) for line in [heading, *journal]} == {16}
+    assert {len(line) for line in [heading, *journal]} == {17}
     assert {line[heading.index("strategy")] for line in journal} == {"replay"}
     assert [line for line in out.splitlines() if line != line.rstrip()] == []
 

@@ -851,6 +851,23 @@ async def test_equal_conversations_with_ids_of_their_own_are_sessions_of_their_o
         assert carried == ({None} if kind[1] == "x_warmfold_session" else {"one", "two"})
 
 
+async def test_a_client_that_sends_our_own_name_back_goes_on_with_that_session(tmp_path: Path) -> None:
+    """The name says nothing that the conversation does not say: no session of its own, and no other's."""
+    async with scene(tmp_path) as at:
+        line = Line(at, "main")
+        await line.until_compacted()
+        line.headers = {"x_warmfold_session": line.names[0]}
+        await line.say()
+        await line.say()
+        assert len(line.names) == 1
+        assert covered(line.seen[-1])
+        other = Line(at, "other", headers=line.headers)
+        for _ in range(3):
+            await other.say()
+        assert other.names[-1] != line.names[0]
+        assert not covered(other.seen[-1])
+
+
 @pytest.mark.parametrize(("before", "after"), [("one", "two"), ("", "two"), ("one", "")])
 async def test_an_id_that_changes_in_mid_conversation_still_finds_the_tenants_checkpoint(
     tmp_path: Path, before: str, after: str

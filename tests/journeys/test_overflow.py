@@ -221,6 +221,29 @@ async def test_where_it_stays_too_long_the_client_gets_the_first_error(
     assert len(stub.compactions) <= (1 if compactions_too else 8)
 
 
+async def test_a_rewritten_request_that_is_too_long_is_not_sent_as_it_came(tmp_path: Path) -> None:
+    """The client's own is longer still: it could only be refused once more."""
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        playing(tmp_path, provider, compaction__max_context_tokens=WINDOW, compaction__when="after_turn") as player,
+    ):
+        messages = history(1)
+        got = await player.post({"model": "demo-model", "messages": messages})
+        while not covered(got):
+            messages += [{"role": "assistant", "content": "Done."}, user(long_text(len(messages), 170))]
+            got = await player.post({"model": "demo-model", "messages": messages})
+            await player.settled()
+        provider.change(window_tokens=provider.turns[-1].prompt_tokens - 100)
+        before = len(provider.calls)
+        body = json.dumps({"model": "demo-model", "messages": messages}).encode()
+        got = await player.post(body)
+        await player.settled()
+        calls = provider.calls[before:]
+        assert (got.status, note(got)) == (200, "recovered")
+        assert [call.status for call in calls if not call.is_compaction] == [400, 200]
+        assert body not in [call.raw for call in calls]
+
+
 async def test_an_estimate_that_is_far_too_low_is_put_right_by_the_error(tmp_path: Path) -> None:
     """What the provider counted says how much smaller the request has to be: one retry is enough."""
 

@@ -1,0 +1,530 @@
+"""A soft compaction is made where it pays, where quota is left, where the cache is warm and where its instruction breaks no prefix. Else it
+waits, says why in the journal, and at the hard watermark waits no longer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.config import load
+from proxy.demo.calls import Call, Forced
+from proxy.demo.prefix_cache import PrefixCache
+from proxy.demo.provider import SimulatedProvider
+from proxy.server import start
+from tests.journeys.player import Answered, Player
+from tests.journeys.talks import assistant, calling, prose, result, user
+
+WINDOW = 8000
+SOFT, HARD = 0.5, 0.8
+MOST_TURNS = 60
+MOMENTS = pytest.mark.parametrize("when", ["after_turn", "next_turn"])
+DEAR = "input_usd_per_mtok = 10\ncached_usd_per_mtok = 0.1\noutput_usd_per_mtok = 40\n"
+"""A cache so cheap that a compaction saves next to nothing."""
+
+CHEAP = "input_usd_per_mtok = 10\ncached_usd_per_mtok = 10\noutput_usd_per_mtok = 10\n"
+"""No cache at all: each turn that is shorter saves much."""
+
+
+@asynccontextmanager
+async def in_front_of(
+    provider: SimulatedProvider, tmp: Path, rule: str = "", *, when: str = "after_turn", **keys: Any
+) -> AsyncIterator[Player]:
+    """The proxy before a provider; `rule` is what [[models]] says of every model, `keys` are those of [compaction]."""
+    path = tmp / "c.toml"
+    path.write_text(f'[[models]]\nmatch = "*"\n{rule}')
+    flags: dict[str, object] = {
+        "server.port": 0,
+        "admin.port": 0,
+        "upstream.base_url": provider.base_url,
+        "store.data_dir": str(tmp / "store"),
+        "store.timeout_ms": 2000,
+        "compaction.max_context_tokens": WINDOW,
+        "compaction.trigger_ratio": SOFT,
+        "compaction.hard_ratio": HARD,
+        "compaction.when": when,
+        **{f"compaction.{key}": value for key, value in keys.items()},
+    }
+    running = await start(load(path, {}, flags))
+    try:
+        async with aiohttp.ClientSession(auto_decompress=False) as http:
+            yield Player(running, provider, http)
+    finally:
+        await running.stop()
+
+
+class Client:
+    """Sends its whole history, a little more each time."""
+
+    def __init__(self, player: Player, name: str = "one", *, stream: bool = False) -> None:
+        self.player = player
+        self.name = name
+        self.stream = stream
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": "You are careful."}]
+        self.got: list[Answered] = []
+
+    async def send(self, *more: dict[str, Any], **headers: str) -> Answered:
+        """One turn; the answer is not added. Returns when nothing runs behind it any longer."""
+        assert len(self.got) < MOST_TURNS, "what the test waits for never came"
+        self.messages += more
+        body: dict[str, Any] = {"model": "demo-model", "messages": self.messages}
+        if self.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        self.got.append(await self.player.post(body, **headers))
+        await self.player.settled()
+        return self.got[-1]
+
+    async def say(self, words: int = 250, **headers: str) -> Answered:
+        """One turn of a chat."""
+        at = len(self.messages)
+        got = await self.send(user((self.name, at), words), **headers)
+        if got.status == 200:
+            self.messages.append(assistant((self.name, at), 20))
+        else:
+            self.messages.pop()
+        return got
+
+    async def until(self, tokens: float, words: int = 250) -> None:
+        """Turns until the provider has counted so many tokens in one."""
+        while not self.provider.turns or self.provider.turns[-1].prompt_tokens < tokens:
+            assert (await self.say(words)).status == 200
+
+    @property
+    def provider(self) -> SimulatedProvider:
+        return self.player.provider
+
+    async def journal(self) -> list[dict[str, Any]]:
+        """Its lines, the oldest first."""
+        shown = await self.player.admin(f"/sessions/{self.got[-1].headers['x-warmfold-session']}")
+        return list(reversed(shown["journal"]))
+
+
+def reasons(lines: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(line["outcome"], line["because"]) for line in lines]
+
+
+def largest(provider: SimulatedProvider) -> int:
+    return max(call.prompt_tokens for call in provider.turns)
+
+
+# Does it pay
+
+
+@MOMENTS
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_what_does_not_pay_waits_for_the_hard_watermark(tmp_path: Path, when: str, stream: bool) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider:
+        async with in_front_of(provider, tmp_path, DEAR, when=when) as player:
+            client = Client(player, stream=stream)
+            while not provider.compactions:
+                assert (await client.say()).status == 200
+            assert largest(provider) > WINDOW * (HARD - 0.1), "long above the soft watermark"
+            assert provider.compactions[0].status == 200
+            lines = await client.journal()
+        assert reasons(lines[:1]) == [("skipped", "payback")], "one line, however many turns it waits"
+        assert [line["because"] for line in lines].count("payback") == 1
+        figures = lines[0]["figures"]
+        assert figures["payback_turns"] > 8
+        assert figures["cost_usd"] / figures["saving_usd"] == pytest.approx(figures["payback_turns"], rel=0.05)
+        assert lines[0]["pressure"] >= SOFT
+
+
+async def test_at_its_last_chance_it_is_made_beside_the_conversation_whatever_it_costs(tmp_path: Path) -> None:
+    """A long answer has brought the next request to the hard watermark: there its client would wait."""
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path, DEAR) as player:
+        client = Client(player)
+        await client.until(WINDOW * (HARD - 0.12), 120)
+        assert not provider.compactions
+        provider.next_reply = assistant("at length", 1000)
+        await client.say(40)
+        assert len(provider.compactions) == 1
+        got = await client.say(40)
+        assert got.headers["x-warmfold-compaction"] == "none"
+        assert "x-warmfold-checkpoint" in got.headers
+        assert [line["trigger"] for line in await client.journal()] == ["soft", "soft"]
+
+
+@MOMENTS
+@pytest.mark.parametrize(
+    ("rule", "keys", "known"),
+    [
+        pytest.param(CHEAP, {}, True, id="it pays"),
+        pytest.param("", {}, False, id="prices are unknown"),
+        pytest.param("output_usd_per_mtok = 10\n", {}, False, id="one price is unknown"),
+        pytest.param(DEAR, {"max_payback_turns": 0}, True, id="nobody asks"),
+        pytest.param(DEAR + "max_payback_turns = 100000\n", {}, True, id="there is time"),
+    ],
+)
+async def test_what_pays_is_made_at_the_soft_watermark(
+    tmp_path: Path, when: str, rule: str, keys: dict[str, Any], known: bool
+) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider:
+        async with in_front_of(provider, tmp_path, rule, when=when, **keys) as player:
+            client = Client(player)
+            await client.until(WINDOW * SOFT)
+            if when == "next_turn":
+                await client.say()
+            assert len(provider.compactions) == 1
+            (line,) = await client.journal()
+        assert (line["outcome"], line["trigger"]) == ("committed", "soft")
+        assert ("payback_turns" in line["figures"]) is known
+        assert ("cost_usd" in line["figures"]) is known
+
+
+async def test_a_provider_that_finds_nothing_again_is_reckoned_without_a_cache(tmp_path: Path) -> None:
+    """By its price list a turn from the cache costs next to nothing; but this one never has anything in its cache."""
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, cache_blocks=0) as provider,
+        in_front_of(provider, tmp_path, DEAR) as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        assert provider.turns[-1].cached == 0
+        assert len(provider.compactions) == 1
+        assert (await client.journal())[0]["figures"]["payback_turns"] < 8
+
+
+async def test_in_observe_mode_what_does_not_pay_is_noted_as_such_and_not_as_wanted(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider:
+        async with in_front_of(provider, tmp_path, DEAR, mode="observe") as player:
+            client = Client(player)
+            await client.until(WINDOW * (SOFT + 0.1))
+            assert reasons(await client.journal()) == [("skipped", "payback")]
+        assert not provider.compactions
+
+
+async def test_force_asks_for_no_price(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path, DEAR) as player:
+        client = Client(player)
+        for _ in range(5):
+            await client.say()
+        await client.say(x_warmfold_mode="force")
+        assert len(provider.compactions) == 1
+
+
+# Quota
+
+LITTLE = (("x-ratelimit-remaining-tokens", "5000"), ("x-ratelimit-remaining-requests", "900"))
+MUCH = (("x-ratelimit-remaining-tokens", "500000"), ("x-ratelimit-remaining-requests", "900"))
+FEW = (("x-ratelimit-remaining-tokens", "500000"), ("x-ratelimit-remaining-requests", "1"))
+GROQ = (*LITTLE, ("x-groq-region", "fra"))
+ANTHROPIC = (("anthropic-ratelimit-tokens-remaining", "5000"),)
+
+
+@MOMENTS
+@pytest.mark.parametrize("poor", [LITTLE, FEW], ids=["tokens", "requests"])
+async def test_with_little_quota_left_it_waits_until_there_is_more(
+    tmp_path: Path, when: str, poor: tuple[tuple[str, str], ...]
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, headers=poor) as provider,
+        in_front_of(provider, tmp_path, when=when) as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        for _ in range(3):
+            await client.say(40)
+        assert not provider.compactions
+        lines = await client.journal()
+        assert reasons(lines) == [("skipped", "quota")], "one line, however many turns it waits"
+        figures = lines[0]["figures"]
+        assert figures["remaining_tokens"] == int(poor[0][1])
+        assert figures["remaining_requests"] == int(poor[1][1])
+        assert figures["needed_tokens"] > WINDOW * SOFT
+        provider.change(headers=MUCH)
+        await client.say(40)
+        assert len(provider.compactions) == 1, "with next_turn, beside the turn that says that there is more"
+        assert reasons(await client.journal())[1:] == [("committed", "")]
+
+
+@pytest.mark.parametrize("headers", [GROQ, ANTHROPIC], ids=["Groq", "Anthropic"])
+async def test_where_cached_tokens_are_free_the_new_ones_count(
+    tmp_path: Path, headers: tuple[tuple[str, str], ...]
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, headers=headers) as provider,
+        in_front_of(provider, tmp_path) as player,
+    ):
+        await Client(player).until(WINDOW * SOFT)
+        assert len(provider.compactions) == 1
+
+
+async def test_with_little_quota_left_a_request_that_would_not_fit_is_compacted_all_the_same(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, headers=LITTLE) as provider,
+        in_front_of(provider, tmp_path) as player,
+    ):
+        client = Client(player)
+        while "x-warmfold-checkpoint" not in (got := await client.say()).headers:
+            assert got.status == 200
+        assert got.headers["x-warmfold-compaction"] == "inline"
+        assert [call.status for call in provider.compactions] == [200]
+
+
+# A provider that has had enough of the client's own requests
+
+
+def refusing_turns(status: int, headers: dict[str, str], times: int = 1) -> Any:
+    """So many of the client's requests are refused."""
+    left = [Forced(status, headers, b'{"error":{"message":"Rate limit reached"}}')] * times
+
+    def hook(call: Call) -> Forced | None:
+        return left.pop() if left and not call.is_compaction else None
+
+    return hook
+
+
+@MOMENTS
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("headers", [{"Retry-After": "60"}, {}], ids=["for a minute", "it does not say"])
+async def test_a_refused_request_of_the_client_lets_all_of_the_tenants_compactions_rest(
+    tmp_path: Path, when: str, status: int, headers: dict[str, str]
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, when=when) as player,
+    ):
+        first, second = Client(player, "first"), Client(player, "second")
+        await first.say()
+        for _ in range(6):
+            await second.say()
+        provider.on_call = refusing_turns(status, headers)
+        assert (await first.say()).status == status
+        while provider.turns[-1].prompt_tokens < WINDOW * SOFT:
+            await second.say()
+        for _ in range(5):
+            await second.say(40)
+        assert not provider.compactions
+        assert reasons(await second.journal()) == [("skipped", "rate_limited")]
+
+        player.headers = {"Authorization": "Bearer sk-another"}
+        other = Client(player, "other")
+        await other.say()
+        await other.until(WINDOW * SOFT)
+        if when == "next_turn":
+            await other.say(40)
+        assert len(provider.compactions) == 1, "another tenant has a quota of its own"
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+async def test_a_time_that_is_over_at_once_lets_nothing_rest(tmp_path: Path, value: str) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path) as player:
+        client = Client(player)
+        await client.say()
+        provider.on_call = refusing_turns(429, {"Retry-After": value})
+        assert (await client.say()).status == 429
+        await client.until(WINDOW * SOFT)
+        assert len(provider.compactions) == 1
+
+
+async def test_while_they_rest_a_request_that_would_not_fit_gets_a_checkpoint_that_no_model_wrote(
+    tmp_path: Path,
+) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider:
+        async with in_front_of(provider, tmp_path) as player:
+            client = Client(player)
+            for _ in range(7):
+                await client.say()
+            provider.on_call = refusing_turns(429, {"Retry-After": "60"})
+            assert (await client.say()).status == 429
+            while "x-warmfold-checkpoint" not in (got := await client.say()).headers:
+                assert got.status == 200
+            assert got.headers["x-warmfold-compaction"] == "inline"
+            assert not provider.compactions
+            lines = await client.journal()
+        made = next(line for line in lines if line["outcome"] == "committed")
+        assert (made["strategy"], made["because"]) == ("mechanical", "rate_limited")
+
+
+async def test_while_they_rest_an_operator_is_told_why_nothing_is_made(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path) as player:
+        client = Client(player)
+        for _ in range(5):
+            await client.say()
+        provider.on_call = refusing_turns(429, {"Retry-After": "60"})
+        await client.say()
+        told = await player.admin(
+            f"/sessions/{client.got[-2].headers['x-warmfold-session']}/compact",
+            "POST",
+            headers={"x-upstream-authorization": player.headers["Authorization"]},
+        )
+        assert (told["outcome"], told["because"]) == ("skipped", "rate_limited")
+        assert not provider.compactions
+
+
+# A cold cache
+
+AT_ONCE = 1e-6
+"""A cache that has forgotten everything by the next request."""
+
+
+async def test_a_compaction_that_has_waited_until_the_cache_is_cold_waits_on(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, when="next_turn", cache_ttl_s=AT_ONCE) as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        for _ in range(3):
+            got = await client.say(40)
+            assert got.headers["x-warmfold-compaction"] == "pending", "each turn decides again"
+        assert not provider.compactions
+        lines = await client.journal()
+        assert reasons(lines) == [("skipped", "cold")], "one line, however many turns it waits"
+        assert lines[0]["figures"]["idle_s"] >= 0
+        while "x-warmfold-checkpoint" not in (got := await client.say()).headers:
+            assert got.status == 200
+        assert got.headers["x-warmfold-compaction"] == "inline", "a request that would not fit waits for nothing"
+
+
+async def test_right_after_a_turn_nothing_is_cold(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, cache_ttl_s=AT_ONCE) as player,
+    ):
+        await Client(player).until(WINDOW * SOFT)
+        assert len(provider.compactions) == 1
+
+
+@pytest.mark.parametrize(("ttl", "miss"), [(AT_ONCE, "cold"), (3600.0, "other_replica")])
+async def test_what_an_operator_has_compacted_in_a_cache_that_is_gone_says_so(
+    tmp_path: Path, ttl: float, miss: str
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, cache_ttl_s=ttl) as player,
+    ):
+        client = Client(player)
+        for _ in range(8):
+            await client.say()
+        provider.cache = PrefixCache(provider.settings.cache_blocks)
+        told = await player.admin(
+            f"/sessions/{client.got[-1].headers['x-warmfold-session']}/compact",
+            "POST",
+            headers={"x-upstream-authorization": player.headers["Authorization"]},
+        )
+        assert told["outcome"] == "committed"
+        assert (told["attempt"]["cached"], told["attempt"]["miss"]) == (0, miss)
+
+
+async def test_right_after_the_first_turn_of_all_a_cache_that_is_gone_is_no_cold_one(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path) as player:
+
+        def hook(call: Call) -> None:
+            if call.is_compaction:
+                provider.cache = PrefixCache(provider.settings.cache_blocks)
+
+        provider.on_call = hook
+        client = Client(player)
+        history = [message for at in range(5) for message in (user(at), assistant(at, 20))]
+        await client.send(*history, user("and now", 20), x_warmfold_mode="force")
+        (line,) = await client.journal()
+        assert (line["outcome"], line["cached"], line["miss"]) == ("committed", 0, "unknown")
+
+
+# Thoughts behind the last user message
+
+
+async def work(client: Client, at: int) -> Answered:
+    """One step of an agent that thinks before it calls a tool."""
+    return await client.send(
+        calling(f"call_{at}", reasoning_content=prose(("thought", client.name, at), 60)),
+        result(f"call_{at}", (client.name, at), 120),
+    )
+
+
+@MOMENTS
+async def test_in_the_middle_of_work_with_thoughts_it_waits_for_a_user_message(tmp_path: Path, when: str) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, reasoning_stripped=True) as provider,
+        in_front_of(provider, tmp_path, when=when) as player,
+    ):
+        client = Client(player)
+        await client.send(user("task"))
+        at = 0
+        while provider.turns[-1].prompt_tokens < WINDOW * (SOFT + 0.1):
+            assert (await work(client, at := at + 1)).status == 200
+        assert not provider.compactions
+        assert reasons(await client.journal()) == [("skipped", "reasoning")]
+        await client.send(assistant("done", 20), user("and now", 20))
+        # Without the thoughts, which the template drops, the prompt is below the watermark again.
+        while not provider.compactions:
+            await client.send(assistant(("done", len(client.messages)), 20), user(len(client.messages), 200))
+        line = (await client.journal())[-1]
+        assert (line["outcome"], line["miss"]) == ("committed", "")
+        assert line["new"] < line["prompt"] / 10
+
+
+@pytest.mark.parametrize("stripped", [True, False], ids=["dropped", "kept"])
+async def test_work_that_never_ends_is_compacted_at_the_hard_watermark(tmp_path: Path, stripped: bool) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, reasoning_stripped=stripped) as provider,
+        in_front_of(provider, tmp_path) as player,
+    ):
+        client = Client(player)
+        await client.send(user("task"))
+        at = 0
+        while not provider.compactions:
+            assert (await work(client, at := at + 1)).status == 200
+        assert largest(provider) > WINDOW * (HARD - 0.1)
+        lines = await client.journal()
+        assert reasons(lines) == [("skipped", "reasoning"), ("committed", "")]
+        assert lines[-1]["miss"] == ("reasoning_stripped" if stripped else "")
+        assert "x-warmfold-checkpoint" in (await work(client, at + 1)).headers
+
+
+async def test_thoughts_of_earlier_turns_are_nothing_to_wait_for(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path) as player:
+        client = Client(player)
+        while provider.turns == [] or provider.turns[-1].prompt_tokens < WINDOW * SOFT:
+            at = len(client.messages)
+            assert (await client.send(user(at, 200))).status == 200
+            client.messages.append(assistant(at, 20, reasoning_content=prose(("thought", at), 60)))
+        assert len(provider.compactions) == 1
+
+
+async def test_a_transcript_breaks_no_prefix_and_waits_for_no_user_message(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, strategy="transcript") as player,
+    ):
+        client = Client(player)
+        await client.send(user("task"))
+        at = 0
+        while provider.turns[-1].prompt_tokens < WINDOW * SOFT:
+            await work(client, at := at + 1)
+        asked = [call for call in provider.calls if b"<transcript" in call.raw]
+        assert len(asked) == 1
+        assert reasons(await client.journal()) == [("committed", "")]
+
+
+# What other things ask for a pause
+
+
+async def test_the_reason_is_told_again_once_it_is_another_one(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path, DEAR) as player:
+        client = Client(player)
+        await client.send(user("task"))
+        at = 0
+        while provider.turns[-1].prompt_tokens < WINDOW * (SOFT + 0.1):
+            await work(client, at := at + 1)
+        await client.send(assistant("done", 20), user("and now", 20))
+        await client.send(assistant("done again", 20), user("and then", 20))
+        assert reasons(await client.journal()) == [("skipped", "reasoning"), ("skipped", "payback")]
+        await work(client, at + 1)
+        assert reasons(await client.journal())[2:] == [("skipped", "reasoning")]
+        assert not provider.compactions
+
+
+async def test_no_figure_says_what_was_said(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path, DEAR) as player:
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        for line in await client.journal():
+            assert all(isinstance(value, (int, float)) for value in line["figures"].values())
+            assert "user" not in json.dumps(line["figures"])
