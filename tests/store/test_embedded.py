@@ -8,7 +8,8 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -140,10 +141,17 @@ def test_rights_are_taken_only_from_a_directory_that_is_ours(tmp_path: Path) -> 
         claimed(tmp_path / "file")
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory of our own with a short path, as the system's temporary one has: a test's own may be long already."""
+    with tempfile.TemporaryDirectory(prefix="wf-") as directory:
+        yield Path(directory)
+
+
 @pytest.mark.parametrize("name", ["d" * 120, "über den Wolken 'und' \"so\" weiter"])
-async def test_any_path_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_any_path_will_do(tmp_path: Path, short: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A unix socket's path has room for about a hundred bytes: a longer directory has its socket elsewhere, as private as itself."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(short))
     directory = tmp_path / name
     server = await start_embedded(_settings(directory))
     assert len(os.fsencode(server.socket)) < 104
