@@ -11,6 +11,7 @@ from proxy.core import journal, last_resort, pressure
 from proxy.core.checkpoint import Rejected
 from proxy.core.compose import compose
 from proxy.core.journal import Before, Miss
+from proxy.core.limits import Limits
 from proxy.core.model import (
     NOT_COUNTED,
     Attempt,
@@ -26,6 +27,7 @@ from proxy.core.model import (
     Usage,
 )
 from proxy.core.plan import Plan, Planner, Warm
+from proxy.core.region import Region
 from proxy.economy import Economy
 from proxy.job import Job, Outcome
 from proxy.metrics import Metrics
@@ -78,7 +80,7 @@ class Compactor:
             del self._waiting[name]
             self.start(job)
 
-        self._waiting[name] = self._tasks.spawn(wait(), "compaction-settle")
+        self._waiting[name] = self._tasks.spawn(wait(), "compaction-settle", idle=True)
 
     def start(self, job: Job) -> asyncio.Task[Outcome]:
         """The running compaction of this session: a new one, or the one in flight, which is joined."""
@@ -251,7 +253,8 @@ class Compactor:
         if isinstance(reading.verdict, Rejected):
             made = reading.verdict
         else:
-            made = compose(
+            made = await asyncio.to_thread(  # up to half a second for a megabyte: other requests go on
+                compose,
                 reading.verdict,
                 plan.region,
                 plan.read_to,
@@ -291,22 +294,8 @@ class Compactor:
         region = planner.without_call()
         if isinstance(region, Because):
             return None
-        warm = job.warm
-        covered = (*warm.covered(region)[0], *warm.covered(region)[1])
-        budget = int(job.limits.summary / max(1.0, warm.factor))
-        made = compose(
-            last_resort.summary(covered, warm.applied.text if warm.applied else "", budget),
-            region,
-            region.k,
-            warm,
-            job.limits,
-            generation=known.generation + 1 if known is not None else 1,
-            scope=Scope.REGION,
-            strategy="mechanical",
-            model=warm.model,
-            made_at_ms=clock.now_ms(),
-            anyway=True,
-        )
+        warm, generation = job.warm, known.generation + 1 if known is not None else 1
+        made = await asyncio.to_thread(_mechanical, warm, region, job.limits, generation, clock.now_ms())
         if isinstance(made, Rejected):
             return None
         log.warning("mechanical checkpoint session=%s because=%s covered=%d", warm.session, because, region.k)
@@ -389,6 +378,25 @@ class Compactor:
             return await self._store.checkpoint(warm.session, newest.id)
         offered = await self._store.offered(warm.session)
         return offered if _is_for(offered, warm) else None
+
+
+def _mechanical(warm: Warm, region: Region, limits: Limits, generation: int, made_at_ms: int) -> Checkpoint | Rejected:
+    """The checkpoint of the last resort."""
+    covered = (*warm.covered(region)[0], *warm.covered(region)[1])
+    budget = int(limits.summary / max(1.0, warm.factor))
+    return compose(
+        last_resort.summary(covered, warm.applied.text if warm.applied else "", budget),
+        region,
+        region.k,
+        warm,
+        limits,
+        generation=generation,
+        scope=Scope.REGION,
+        strategy="mechanical",
+        model=warm.model,
+        made_at_ms=made_at_ms,
+        anyway=True,
+    )
 
 
 def _newer(known: Session, warm: Warm) -> CheckpointRef | None:

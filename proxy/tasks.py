@@ -21,20 +21,35 @@ class Tasks:
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
+        self._idle: set[asyncio.Task[Any]] = set()
+        self._ends = False
 
     def __len__(self) -> int:
         """How many run."""
         return len(self._running)
 
-    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """The task that runs `work`. Its failure is logged by type alone: the text of an exception may quote a prompt."""
+    def spawn(self, work: Coroutine[Any, Any, T], name: str, *, idle: bool = False) -> asyncio.Task[T]:
+        """The task that runs `work`. Its failure is logged by type alone: the text of an exception may quote a prompt.
+
+        `idle`: so far it only waits for its time, and a process that ends need not wait for that.
+        """
         task = asyncio.create_task(work, name=name)  # noqa: TID251  # here is where it is owned
         self._running.add(task)
+        if idle:
+            self._idle.add(task)
+            if self._ends:
+                task.cancel()
         task.add_done_callback(self._ended)
         return task
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait for all tasks, those they spawn meanwhile included, at most `timeout_s`; cancel what still runs then and wait for its end."""
+        """Wait for all tasks, those they spawn meanwhile included, at most `timeout_s`; cancel what still runs then and wait for its end.
+
+        Idle ones are cancelled at once.
+        """
+        self._ends = True
+        for task in self._idle:
+            task.cancel()
         until = clock.monotonic() + timeout_s
         while others := self._others():
             left = until - clock.monotonic()
@@ -58,6 +73,7 @@ class Tasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
+        self._idle.discard(task)
         if task.cancelled():
             return
         error = task.exception()

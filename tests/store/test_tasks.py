@@ -71,6 +71,26 @@ async def test_drain_cancels_what_does_not_end_and_waits_for_its_end(caplog: pyt
     assert not caplog.records
 
 
+async def test_drain_waits_for_nothing_that_only_waits_for_its_time() -> None:
+    tasks, done = Tasks(), []
+
+    async def wait(name: str) -> None:
+        await asyncio.sleep(600)
+        done.append(name)
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        tasks.spawn(wait("late"), "wait", idle=True)
+        done.append("work")
+
+    tasks.spawn(wait("early"), "wait", idle=True)
+    tasks.spawn(work(), "work")
+    async with asyncio.timeout(60):
+        await tasks.drain(600)
+    assert done == ["work"]
+    assert len(tasks) == 0
+
+
 async def test_a_task_may_drain_its_own_owner() -> None:
     tasks = Tasks()
 
