@@ -87,11 +87,22 @@ class Compactor:
         name = str(job.warm.session)
         running = self._flights.get(name)
         if running is None:
-            running = self._tasks.spawn(self.compact(job), "compaction")
+            running = self._tasks.spawn(self._flight(job), "compaction")
             self._flights[name] = running
             self._began[name] = clock.monotonic()
             running.add_done_callback(lambda _: self._landed(name))
         return running
+
+    async def _flight(self, job: Job) -> Outcome:
+        """The compaction. A fault of our own ends it like any other failure: with a reason, and with a pause before the next one."""
+        try:
+            return await self.compact(job)
+        except Exception as error:
+            log.error("compaction failed session=%s error=%s", job.warm.session, type(error).__name__)
+            self._metrics.step_failed("compact")
+            attempt = _attempt(job, "failed", Because.INTERNAL)
+            await self._noted(job, attempt, pressure.after_failure(job.counters, clock.now_ms()))
+            return Outcome(None, Because.INTERNAL, False, attempt)
 
     def _landed(self, name: str) -> None:
         self._flights.pop(name, None)
@@ -108,9 +119,10 @@ class Compactor:
         left_s = max(0.0, timeout_s - (clock.monotonic() - began))
         try:
             async with asyncio.timeout(left_s):
-                return await self._flown(job, left_s)
+                outcome = await self._flown(job, left_s)
         except TimeoutError:
             return await self.without_model(job, Because.TIMEOUT)
+        return await self.without_model(job, Because.INTERNAL) if outcome.because is Because.INTERNAL else outcome
 
     async def _flown(self, job: Job, timeout_s: float) -> Outcome:
         """How the flight for this job ended: our own, one that was joined, or another worker's that was waited for."""
@@ -248,7 +260,11 @@ class Compactor:
 
     async def _call(self, job: Job, plan: Plan, known: Session | None, planner: Planner) -> Outcome:
         began = clock.monotonic()
-        reading, plan = await self._summariser.summary(job, plan, planner)
+        try:
+            reading, plan = await self._summariser.summary(job, plan, planner)
+        except asyncio.CancelledError:  # the process ends: a note while the store is still there, and nobody's failure
+            await self._noted(job, _attempt(job, "skipped", Because.STOPPED, plan), job.counters)
+            raise
         made: Checkpoint | Rejected
         if isinstance(reading.verdict, Rejected):
             made = reading.verdict

@@ -103,7 +103,7 @@ class Journey:
         )
         # SDKs hang up once they have read the end of a stream: whether the turn is complete is for the answer to say.
         if ended is not Ended.UPSTREAM_BROKE and reply.status == 200:
-            self._tasks.spawn(self._observer.after(talk, route, tap, seen), "after-turn")
+            self._tasks.spawn(self._safely(self._observer.after(talk, route, tap, seen), "observe"), "after-turn")
 
     async def _route(self, talk: Talk) -> Route:
         """The request as it shall go out: with its checkpoint, and compacted now where it would not fit."""
@@ -133,7 +133,7 @@ class Journey:
         try:
             return await step
         except Exception as error:
-            log.error("step %s failed: %s; the request goes on as it came", name, type(error).__name__)
+            log.error("step %s failed: %s; the turn goes on without it", name, type(error).__name__)
             self._metrics.step_failed(name)
             return None
 

@@ -27,7 +27,7 @@ _STATUSES: Final = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
 _OUTCOMES: Final = ("committed", "made", "skipped", "failed", _OTHER)
 _NO_REASON: Final = "none"
 _YES_NO: Final = ("yes", "no")
-_STEPS: Final = ("identify", "rewrite", "guard", "recover", "beside", _OTHER)
+_STEPS: Final = ("identify", "rewrite", "guard", "recover", "beside", "observe", "compact", _OTHER)
 
 # A cached replay of a small model answers in under a second; timeout_s ends a call after 120 s by default.
 _CALL_SECONDS: Final = (0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240)

@@ -31,7 +31,7 @@ SENTENCES: Final[Mapping[Because, str]] = MappingProxyType(
         Because.WARM_MISSING: "The store no longer has all parts of the session's last request.",
         Because.CONFLICT: "The session changed while the summary was written, so it was not taken.",
         Because.SUPERSEDED: "A newer checkpoint exists already, which the next request will carry.",
-        Because.STOPPED: "warmfold was stopped meanwhile.",
+        Because.STOPPED: "warmfold was stopped while it waited for the summary; a later turn asks again.",
         Because.STORE: "The store does not answer, or no longer knows the session, so a checkpoint could not be kept.",
         Because.UNREACHABLE: "The provider could not be reached, or broke off its answer.",
         Because.TIMEOUT: "The summary took too long (compaction.timeout_s, or compaction.inline_timeout_s in front of a request).",

@@ -522,6 +522,8 @@ async def test_a_process_that_is_stopped_at_work_lets_go_at_once(server: Path, t
         provider.on_call = None
         async with playing(tmp_path, provider, **SMALL, store__url=store) as player:
             client.player = player
+            (line,) = (await client.shown())["journal"]
+            assert (line["outcome"], line["because"]) == ("skipped", "stopped")
             await client.say("and now?")
             assert "x-warmfold-checkpoint" in (await client.say("go on")).headers
 
