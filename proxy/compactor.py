@@ -113,7 +113,7 @@ class Compactor:
 
         It outlives a caller that gives up: whoever comes next for this session joins it. While failures back off nobody is asked.
         """
-        if job.counters.failures and clock.now_ms() < job.counters.not_before_ms:
+        if await self._backs_off(job):
             return await self.without_model(job, Because.BACKOFF)
         began = self._began.get(str(job.warm.session), clock.monotonic())
         left_s = max(0.0, timeout_s - (clock.monotonic() - began))
@@ -123,6 +123,16 @@ class Compactor:
         except TimeoutError:
             return await self.without_model(job, Because.TIMEOUT)
         return await self.without_model(job, Because.INTERNAL) if outcome.because is Because.INTERNAL else outcome
+
+    async def _backs_off(self, job: Job) -> bool:
+        """Whether nobody is to be asked after failures. That a summary was too long beside a conversation is none: in front of a request any
+        that is shorter than its region will do.
+        """
+        if not job.counters.failures or clock.now_ms() >= job.counters.not_before_ms:
+            return False
+        failed = (one for one in await self._store.journal(job.warm.session) if one.outcome == "failed")
+        last = next(failed, None)
+        return last is None or (last.because, last.trigger) != (Because.INFLATED, Trigger.SOFT)
 
     async def _flown(self, job: Job, timeout_s: float) -> Outcome:
         """How the flight for this job ended: our own, one that was joined, or another worker's that was waited for."""

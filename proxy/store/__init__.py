@@ -94,6 +94,10 @@ class Checkpoints(Protocol):
         """Add a line to the journal; set last_turn, failures, not_before_ms and unapplied; forget a pending compaction."""
         ...
 
+    async def journal(self, session: SessionId) -> tuple[Attempt, ...]:
+        """The newest attempts first."""
+        ...
+
 
 class Inspection(Protocol):
     """What the admin listener asks."""

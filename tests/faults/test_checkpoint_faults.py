@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,34 @@ async def test_a_summary_that_does_not_shorten_is_not_used(words: int, taken: bo
         assert shown["counters"]["failures"] == (0 if taken else 1)
         assert ("x-warmfold-checkpoint" in got.headers) is taken
         assert len(provider.compactions) == 1
+
+
+async def test_once_the_request_would_not_fit_one_that_shortens_it_at_all_is_asked_for(tmp_path: Path) -> None:
+    """The pause after a summary that was too long is for the calls beside the conversation."""
+    text = "## Task and intent\n" + "word " * 4200
+    async with (
+        SimulatedProvider(window_tokens=40_000, summariser=Says(text)) as provider,
+        playing(tmp_path, provider, **flags(16_000, trigger_ratio=0.5, keep_recent_tokens=2000)) as player,
+    ):
+        client = Client(player)
+        client.messages = history(7900)[:-1]
+        note, turn = "none", 0
+        while note == "none":
+            turn += 1
+            assert turn < 60
+            note = (await client.say(prose(("user", turn), 400))).headers["x-warmfold-compaction"]
+        assert note == "inline"
+        assert len(provider.compactions) == 2
+        taken, refused = (await client.shown())["journal"]
+        assert (refused["trigger"], refused["because"]) == ("soft", "inflated")
+        assert (taken["trigger"], taken["outcome"], taken["strategy"]) == ("guard", "committed", "replay")
+        # One that would not even do that is paid for once.
+        provider.settings = replace(provider.settings, summariser=Says(text * 4))
+        for more in range(30):
+            await client.say(prose(("more", more), 400))
+        failed = [line["because"] for line in (await client.shown())["journal"] if line["outcome"] == "failed"]
+        assert failed == ["truncated", "inflated"]
+        assert len(provider.compactions) == 4
 
 
 # What the user said
