@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from proxy import clock
 from proxy.core import journal, last_resort, pressure
@@ -85,15 +85,19 @@ class Compactor:
     def start(self, job: Job) -> asyncio.Task[Outcome]:
         """The running compaction of this session: a new one, or the one in flight, which is joined."""
         name = str(job.warm.session)
-        running = self._flights.get(name)
+        running = self._flight_of(name)
         if running is None:
-            running = self._tasks.spawn(self._flight(job), "compaction")
+            running = _Flight(self._tasks.spawn(self._fly(job), "compaction"), clock.monotonic())
             self._flights[name] = running
-            self._began[name] = clock.monotonic()
-            running.add_done_callback(lambda _: self._landed(name))
-        return running
+            running.task.add_done_callback(lambda _: self._landed(name, running))
+        return running.task
 
-    async def _flight(self, job: Job) -> Outcome:
+    def _flight_of(self, session: str) -> _Flight | None:
+        """The one that runs. Whoever wakes up between its end and its callback must not take it for one: it would be joined for ever."""
+        found = self._flights.get(session)
+        return None if found is None or found.task.done() else found
+
+    async def _fly(self, job: Job) -> Outcome:
         """The compaction. A fault of our own ends it like any other failure: with a reason, and with a pause before the next one."""
         try:
             return await self.compact(job)
@@ -104,9 +108,9 @@ class Compactor:
             await self._noted(job, attempt, pressure.after_failure(job.counters, clock.now_ms()))
             return Outcome(None, Because.INTERNAL, False, attempt)
 
-    def _landed(self, name: str) -> None:
-        self._flights.pop(name, None)
-        self._began.pop(name, None)
+    def _landed(self, session: str, flight: _Flight) -> None:
+        if self._flights.get(session) is flight:
+            del self._flights[session]
 
     async def inline(self, job: Job, timeout_s: float) -> Outcome:
         """The compaction, waited for at most `timeout_s` since it began; then the last resort, which serves this request alone.
@@ -115,8 +119,8 @@ class Compactor:
         """
         if await self._backs_off(job):
             return await self.without_model(job, Because.BACKOFF)
-        began = self._began.get(str(job.warm.session), clock.monotonic())
-        left_s = max(0.0, timeout_s - (clock.monotonic() - began))
+        running = self._flight_of(str(job.warm.session))
+        left_s = timeout_s if running is None else max(0.0, timeout_s - (clock.monotonic() - running.began_s))
         try:
             async with asyncio.timeout(left_s):
                 outcome = await self._flown(job, left_s)
@@ -138,7 +142,7 @@ class Compactor:
         """How the flight for this job ended: our own, one that was joined, or another worker's that was waited for."""
         name = str(job.warm.session)
         while True:
-            joined = name in self._flights
+            joined = self.is_busy(name)
             outcome = await asyncio.shield(self.start(job))
             if outcome.because in (Because.IN_FLIGHT, Because.SUPERSEDED):
                 made = await self.wait_elsewhere(job.warm, timeout_s)
