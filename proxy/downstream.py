@@ -20,7 +20,7 @@ from aiohttp.http import HttpVersion10
 from aiohttp.http_exceptions import HttpProcessingError
 
 from proxy.errors import ERROR_HEADER, Answerable, ClientGone, Ended, Refused, body_too_large
-from proxy.outbound import Body, Headers, Inbound, decoded, encoded
+from proxy.outbound import SWITCH, Body, Headers, Inbound, decoded, encoded
 
 _NO_BODY: Final = frozenset({204, 304})
 _REPLAYABLE: Final = 64 * 1024
@@ -39,7 +39,7 @@ class Client:
     def __init__(self, request: web.BaseRequest, *, max_body_bytes: int, stall_s: float) -> None:
         self._request = request
         self._max_body_bytes = max_body_bytes
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self._upload = _Upload(self)
         self._head = b""
         self._chunked = self._until_close = self._bodiless = False
@@ -48,12 +48,9 @@ class Client:
         self.started = False
         self.ended = False
         self.outcome: Ended | None = None
-        self.inbound = Inbound(
-            request.method,
-            request.raw_path,
-            decoded(request.raw_headers),
-            self._arriving(),
-        )
+        inbound = Inbound(request.method, request.raw_path, decoded(request.raw_headers), self._arriving())
+        # RFC 9110, section 7.8: HTTP/1.0 knows no upgrade.
+        self.inbound = inbound if request.version > HttpVersion10 else inbound.without("upgrade")
 
     @property
     def gone(self) -> bool:
@@ -145,6 +142,14 @@ class Client:
         headers = (("Content-Type", "application/json"), (ERROR_HEADER, error.code))
         await self.answer(error.status, HTTPStatus(error.status).phrase, headers, error.body())
 
+    def switch(self, reason: str, headers: Headers) -> web.RequestHandler:
+        """The client's connection, on which HTTP has ended with a 101: what comes on it is the caller's to read."""
+        self.status, self.started, self._may_keep_alive = 101, True, False
+        lines = [f"HTTP/1.1 101 {reason}", *(f"{name}: {value}" for name, value in (*headers, *SWITCH))]
+        self._head = encoded("\r\n".join(lines) + "\r\n\r\n")
+        self._flush()
+        return self._request.protocol
+
     def close_after(self) -> None:
         """Let the connection end with this answer, which says so if it has not begun."""
         self._may_keep_alive = False
@@ -160,7 +165,7 @@ class Client:
         try:
             if self._upload.awaits_continue():
                 await self._send(_CONTINUE)
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(self.stall_s):
                 return await self._request.content.readany()
         except (web.RequestPayloadError, HttpProcessingError):
             raise Refused(400, "The request body is not framed as its headers say.", code="invalid_body") from None
@@ -179,7 +184,7 @@ class Client:
         transport.write(piece)
         if self._request.protocol.writing_paused:
             try:
-                async with asyncio.timeout(self._stall_s):
+                async with asyncio.timeout(self.stall_s):
                     await self._request.writer.drain()
             except ConnectionError:
                 raise ClientGone from None

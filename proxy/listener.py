@@ -29,6 +29,12 @@ from proxy.upstream import Sender
 log = logging.getLogger("warmfold.listener")
 
 CHAT_PATHS: Final = frozenset({"/v1/chat/completions", "/chat/completions"})
+NOT_YET: Final = {
+    prefix + path: route
+    for prefix in ("/v1", "")
+    for path, route in (("/responses", Route.RESPONSES), ("/messages", Route.MESSAGES))
+}
+"""Where other APIs hold conversations that we do not compact."""
 _CUT_S: Final = 1.0
 """What is cut gets this long to notice."""
 
@@ -51,6 +57,7 @@ class Listener:
         self._token = (config.secret(config.server.client_token_env) or "").encode()
         self._serving: set[asyncio.Task[Any]] = set()
         self._stopping = False
+        self._hinted: set[str] = set()
         self._runner = web.ServerRunner(Server(self.handle, handler_cancellation=True), shutdown_timeout=_CUT_S)
 
     async def open(self) -> str:
@@ -81,7 +88,10 @@ class Listener:
         config = self._config
         stall_s = config.upstream.read_idle_timeout_s
         client = Client(request, max_body_bytes=config.server.max_body_bytes, stall_s=stall_s)
-        route = Route.CHAT if _is_chat(client) else Route.OTHER
+        path = _posted_to(client)
+        route = Route.CHAT if path in CHAT_PATHS else NOT_YET.get(path, Route.OTHER)
+        if path in NOT_YET:
+            self._hint(path)
         if self._stopping:
             client.close_after()
         task = asyncio.current_task()
@@ -128,6 +138,12 @@ class Listener:
         else:
             await pass_through(client, self._sender, self._config.upstream)
 
+    def _hint(self, path: str) -> None:
+        """Tell the operator, once for each path, that nothing is done for what passes there."""
+        if path not in self._hinted:
+            self._hinted.add(path)
+            log.info("requests to %s pass as they are and are not compacted: only chat completions are", path)
+
     def _admit(self, client: Client) -> None:
         """Raises Refused for what we do not serve, and for a request without the token that server.client_token_env asks for."""
         inbound = client.inbound
@@ -138,12 +154,6 @@ class Listener:
             ):
                 message = "Incorrect API key provided: this proxy wants a token of its own (server.client_token_env)."
                 raise Refused(401, message, code="invalid_api_key")
-        if "websocket" in (inbound.header("upgrade") or "").lower():
-            raise Refused(
-                501,
-                "warmfold does not relay WebSockets; connect to the upstream itself.",
-                code="websocket_not_supported",
-            )
         if inbound.method == "CONNECT":
             raise Refused(501, "warmfold is no forward proxy: it does not serve CONNECT.", code="connect_not_supported")
 
@@ -169,9 +179,9 @@ async def _tell(client: Client, error: Answerable) -> None:
         client.outcome = Ended.CLIENT_GONE
 
 
-def _is_chat(client: Client) -> bool:
-    if client.inbound.method != "POST":
-        return False
-    with contextlib.suppress(Refused):
-        return origin_form(client.inbound.target).partition("?")[0] in CHAT_PATHS
-    return False
+def _posted_to(client: Client) -> str:
+    """The path of a POST; "" of all else."""
+    if client.inbound.method == "POST":
+        with contextlib.suppress(Refused):
+            return origin_form(client.inbound.target).partition("?")[0]
+    return ""

@@ -37,6 +37,10 @@ class Route(StrEnum):
     """Which way a request went."""
 
     CHAT = "chat"
+    RESPONSES = "responses"
+    """OpenAI's Responses API: relayed, not compacted yet."""
+    MESSAGES = "messages"
+    """Anthropic's Messages API: the same."""
     OTHER = "other"
 
 

@@ -5,7 +5,7 @@ A target can only ever change the path and the query: the connection is opened t
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -17,6 +17,9 @@ Headers = tuple[tuple[str, str], ...]
 """Names and values in order, duplicates kept. Bytes beyond ASCII are decoded as UTF-8 with surrogateescape, so they come back as they were."""
 
 Body = bytes | AsyncIterable[bytes] | None
+
+SWITCH: Final = (("Upgrade", "websocket"), ("Connection", "Upgrade"))
+"""What a hop says to the next one of a connection that shall go on, or goes on, as a WebSocket."""
 
 _OURS: Final = "x-warmfold-"
 
@@ -61,6 +64,15 @@ class Inbound:
             value.strip().lower() in ("", "identity")
             for name, value in self.headers
             if name.lower() == "content-encoding"
+        )
+
+    @property
+    def upgrades(self) -> bool:
+        """Whether the client asks to go on as a WebSocket (RFC 6455, section 4.1)."""
+        return (
+            self.method == "GET"
+            and (self.header("upgrade") or "").strip().lower() == "websocket"
+            and any("upgrade" in _options(value) for name, value in self.headers if name.lower() == "connection")
         )
 
     def with_body(self, body: bytes) -> Inbound:
@@ -119,7 +131,7 @@ def origin_form(target: str) -> str:
 
 
 def to_send(inbound: Inbound, body: Body, authorization: str | None, *, keeps_credential: bool) -> Headers:
-    """The headers that go to the upstream: end to end, in order, Host left out, lengths true to `body`.
+    """The headers that go to the upstream: end to end, in order, Host left out, lengths true to `body`; the wish for a WebSocket last.
 
     `authorization` replaces the client's; where it is None, the client's goes along only if `keeps_credential`.
     """
@@ -145,6 +157,8 @@ def to_send(inbound: Inbound, body: Body, authorization: str | None, *, keeps_cr
         sent.append(("Authorization", authorization))
     if length and not has_length:
         sent.append(("Content-Length", str(length)))
+    if inbound.upgrades:
+        sent += SWITCH
     return tuple(sent)
 
 
@@ -172,4 +186,8 @@ def _hop_by_hop(headers: Headers) -> frozenset[str]:
     named = [value for name, value in headers if name.lower() == "connection"]
     if not named:
         return _HOP_BY_HOP
-    return _HOP_BY_HOP.union(option.strip().lower() for value in named for option in value.split(","))
+    return _HOP_BY_HOP.union(option for value in named for option in _options(value))
+
+
+def _options(value: str) -> Iterable[str]:
+    return (option.strip().lower() for option in value.split(","))

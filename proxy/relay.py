@@ -9,6 +9,7 @@ from typing import Protocol
 from proxy.config import Upstream
 from proxy.downstream import Client
 from proxy.errors import ClientGone, Ended, UpstreamFailed
+from proxy.upgrade import tunnel
 from proxy.upstream import Headers, Reply, Sender
 
 __all__ = ["Ended", "Filter", "Sender", "Tap", "pass_through", "relay"]
@@ -38,7 +39,8 @@ class Filter(Protocol):
 
 async def pass_through(client: Client, sender: Sender, upstream: Upstream) -> Ended:
     """How it ended: the client's request to the upstream and its answer back, both as they come. Raises as Upstreams.send does."""
-    return await relay(await sender.send(client.inbound, upstream), client)
+    reply = await sender.send(client.inbound, upstream)
+    return await (tunnel(reply, client) if reply.status == 101 else relay(reply, client))
 
 
 async def relay(

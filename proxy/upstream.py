@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from yarl import URL
 
 from proxy.config import Config, Upstream
+from proxy.egress import VARIABLES, proxy_for
 from proxy.errors import ClientGone, Refused, UpstreamBroken, UpstreamFailed, UpstreamTimeout, UpstreamUnreachable
 from proxy.metrics import Metrics, Retry
 from proxy.outbound import Body, Headers, Inbound, Place, decoded, end_to_end, to_send
@@ -33,6 +36,7 @@ _KEEPALIVE_S: Final = 60.0
 _DNS_TTL_S: Final = 30
 _RACE_S: Final = 2.0
 """An idle close that crossed our request on its way shows within a round trip. Later than this, the upstream had begun to work."""
+_GOODBYE_S: Final = 0.5
 _REST: Final = 64 * 1024
 
 # A line break would end the header early on the client's side; aiohttp reads answers leniently.
@@ -54,6 +58,7 @@ class _Route:
     limits: Upstream
     timeout: aiohttp.ClientTimeout
     authorization: str | None
+    proxy: URL | None
 
     @property
     def origin(self) -> str:
@@ -110,6 +115,22 @@ class Reply:
             # close() would wait for a TLS goodbye that a busy upstream sends late (30 s under uvloop)
             connection.transport.abort()
         self._response.close()
+
+    def switched(self) -> ResponseHandler:
+        """The connection of a 101 that was asked for: what comes on it is the caller's to read. End it with `part`."""
+        connection = self._response.connection
+        protocol = connection.protocol if connection is not None else None
+        assert protocol is not None, "aiohttp keeps a connection that it has seen upgraded"
+        protocol.read_timeout = None
+        return protocol
+
+    def part(self) -> None:
+        """Let go of a switched connection: what has been written still goes out if the upstream takes it soon, such as a WebSocket's goodbye."""
+        connection = self._response.connection
+        transport = connection.transport if connection is not None else None
+        self._response.close()
+        if transport is not None:
+            asyncio.get_running_loop().call_later(_GOODBYE_S, transport.abort)
 
     async def release(self) -> None:
         """Let go of a body nobody wants: a short rest is read, so that the connection can be used again; a longer one is broken off."""
@@ -198,13 +219,13 @@ class Upstreams:
             raise failed from None
 
     async def probe(self) -> bool:
-        """True if a connection to the default upstream can be opened now. No request is sent: some providers bill or count each."""
+        """True if a connection to the default upstream, or to the proxy before it, can be opened now. No request is sent: some providers bill or count each."""
         route = self._routes[self._default.name]
-        origin = route.place.origin
-        tls = self._tls if origin.scheme == "https" else None
+        first = route.proxy or route.place.origin
+        tls = self._tls if first.scheme == "https" else None
         try:
             async with asyncio.timeout(route.limits.connect_timeout_s):
-                _, writer = await asyncio.open_connection(origin.raw_host, origin.port, ssl=tls)
+                _, writer = await asyncio.open_connection(first.raw_host, first.port, ssl=tls)
         except (OSError, TimeoutError):
             return False
         writer.transport.abort()
@@ -223,8 +244,10 @@ class Upstreams:
             data=Outgoing(headers, body, route.limits.read_idle_timeout_s),
             timeout=route.timeout,
             allow_redirects=False,
+            proxy=route.proxy,
         )
-        if response.status == 101 or any(_BREAKS_HEADERS.search(value) for _, value in response.raw_headers):
+        smuggles = any(_BREAKS_HEADERS.search(value) for _, value in response.raw_headers)
+        if smuggles or (response.status == 101 and not _switches(response, inbound)):
             response.close()
             raise aiohttp.ClientPayloadError
         return Reply(response, route, self._metrics)
@@ -258,7 +281,14 @@ def _route(config: Config, upstream: Upstream) -> _Route:
         sock_connect=upstream.connect_timeout_s,
         sock_read=upstream.read_idle_timeout_s,
     )
-    return _Route(Place.of(upstream.base_url), upstream, timeout, f"Bearer {key}" if key else None)
+    place = Place.of(upstream.base_url)
+    return _Route(place, upstream, timeout, f"Bearer {key}" if key else None, proxy_for(place.origin))
+
+
+def _switches(response: aiohttp.ClientResponse, inbound: Inbound) -> bool:
+    """Whether a 101 is an answer to this request, and its connection is still there to go on with."""
+    offered = response.headers.get("Upgrade", "").lower() == "websocket"
+    return inbound.upgrades and offered and response.connection is not None
 
 
 def _may_replay(body: Body) -> bool:
@@ -273,6 +303,10 @@ def _ours(error: BaseException, route: _Route) -> UpstreamFailed:
             return UpstreamTimeout.connecting(route.origin, limits.connect_timeout_s)
         case aiohttp.SocketTimeoutError() | TimeoutError():
             return UpstreamTimeout.reading(route.origin, limits.read_idle_timeout_s)
+        case aiohttp.ClientHttpProxyError():
+            return UpstreamUnreachable(route.origin, f"the HTTP proxy before it ({VARIABLES}) answered {error.status}")
+        case aiohttp.ClientProxyConnectionError():
+            return UpstreamUnreachable(route.origin, f"the HTTP proxy before it ({VARIABLES}) cannot be reached")
         case aiohttp.ClientConnectorDNSError():
             return UpstreamUnreachable(route.origin, "its host name cannot be resolved")
         case aiohttp.ClientConnectorCertificateError():

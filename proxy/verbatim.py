@@ -111,7 +111,7 @@ class VerbatimRequest(ClientRequest):
 
     # Names what aiohttp may not add to a body. The others it may not add are left out by update_auto_headers.
     _skip_auto_headers = CIMultiDict[None]({hdrs.CONTENT_TYPE: None})
-    _odd_head: bytes | None = None
+    _has_odd_head = False
 
     def update_auto_headers(self, skip_auto_headers: Iterable[str] | None) -> None:
         """Nothing: no Accept, Accept-Encoding or User-Agent of its own."""
@@ -123,11 +123,9 @@ class VerbatimRequest(ClientRequest):
             self.chunked = True
             self.headers[hdrs.TRANSFER_ENCODING] = "chunked"
         content = body.body
-        target = self.url.raw_path_qs
-        if any(_has_surrogate(text) for text in (target, *(value for _, value in body.headers))):
+        if any(_has_surrogate(text) for text in (self.url.raw_path_qs, *(value for _, value in body.headers))):
             # Bytes that are no UTF-8. aiohttp leaves them out of the head, so it is replaced in write_bytes, which runs only for a body.
-            lines = [f"{self.method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers.items())]
-            self._odd_head = encoded("\r\n".join(lines) + "\r\n\r\n")
+            self._has_odd_head = True
             content = b"" if content is None else content
         if content is not None:
             self._body = _Paced(content, body.stall_s)
@@ -153,8 +151,11 @@ class VerbatimRequest(ClientRequest):
         self, writer: AbstractStreamWriter, conn: Connection, content_length: int | None = None
     ) -> None:
         """Write the body behind the head, which is still unsent here."""
-        if self._odd_head is not None and isinstance(writer, StreamWriter):
-            writer._headers_buf = self._odd_head
+        if self._has_odd_head and isinstance(writer, StreamWriter):
+            proxied = self.proxy is not None and not self.is_ssl()
+            target = str(self.url) if proxied else self.url.raw_path_qs
+            lines = [f"{self.method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers.items())]
+            writer._headers_buf = encoded("\r\n".join(lines) + "\r\n\r\n")
         await super().write_bytes(writer, conn, content_length)
 
 

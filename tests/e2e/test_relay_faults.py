@@ -161,7 +161,15 @@ async def test_a_slow_stream_is_no_silent_one() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"H", b"HTTP/1.1 200 OK\r\nContent-Type: text", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 101 S\r\n\r\n"],
+    [
+        b"",
+        b"H",
+        b"HTTP/1.1 200 OK\r\nContent-Type: text",
+        b"SSH-2.0-OpenSSH\r\n\r\n",
+        b"HTTP/1.1 101 S\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 70_000 + b"\r\nContent-Length: 0\r\n\r\n",
+    ],
+    ids=["silence", "a byte", "half a head", "SSH", "an upgrade unasked", "a header that is too long"],
 )
 @on_uvloop
 async def test_the_upstream_hangs_up_or_answers_nonsense(answer: bytes) -> None:

@@ -73,18 +73,6 @@ async def test_only_post_on_the_chat_path_is_ours(line: bytes, ours: bool) -> No
 
 
 @on_uvloop
-async def test_websockets_are_refused_in_so_many_words() -> None:
-    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-    async with pair(fixed(plain())) as (up, warmfold), connected(warmfold.port) as (reader, writer):
-        writer.write(b"GET /v1/realtime?model=x HTTP/1.1\r\nHost: h\r\n" + upgrade + b"\r\n")
-        got = await soon(read_message(reader))
-        assert (got.status, got.all(b"x-warmfold-error"), up.connections) == (501, [b"websocket_not_supported"], 0)
-        assert json.loads(got.body)["error"]["code"] == "websocket_not_supported"
-        writer.write(GET)
-        assert (await soon(read_message(reader))).status == 200, "the connection stays what it was"
-
-
-@on_uvloop
 async def test_an_offer_of_http2_is_passed_over() -> None:
     async with pair(fixed(plain(b"x"))) as (up, warmfold):
         offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
@@ -266,3 +254,26 @@ async def test_without_the_token_that_it_should_ask_for_it_does_not_open() -> No
     with pytest.raises(CannotListen, match=r"^server\.client_token_env: "):
         async with proxy("http://127.0.0.1:9/v1", server={"client_token_env": "CLIENT_TOKEN"}):
             pass
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@on_uvloop
+async def test_other_apis_pass_as_they_are_and_the_log_says_once_that_nothing_is_done_for_them(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "warmfold")
+    body = b'{ "input":"canary" , "messages":[{"role":"user","content":"canary"}] }'
+    request = f"POST {path}?beta=true HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    async with pair(fixed(plain(b"theirs")), chat=answers_itself) as (up, warmfold):
+        for _ in range(3):
+            assert (await ask(warmfold.port, request)).body == b"theirs"
+        route = path.removeprefix("/v1/")
+        await counted(warmfold, f'warmfold_requests_total{{route="{route}",status="2xx"}}', 3)
+        await ask(warmfold.port, request.replace(b"POST", b"GET"))
+    assert [(request.first.split()[1], request.body) for request in up.requests] == [
+        (f"{path}?beta=true".encode(), body)
+    ] * 4
+    hints = [line for line in caplog.text.splitlines() if "compacted" in line]
+    assert len(hints) == 1
+    assert path in hints[0]
+    assert "canary" not in caplog.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from proxy.downstream import Client
 from proxy.listener import Chat
 from proxy.relay import Ended, relay
 from proxy.upstream import Upstreams
+from tests.e2e.certificates import certified
 from tests.e2e.relay_wire import (
     Exchange,
     Proxy,
@@ -183,16 +183,8 @@ def test_a_client_that_leaves_frees_the_upstream(
 @pytest.fixture
 def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
     """A certificate for localhost that the proxy trusts, because SSL_CERT_FILE names it."""
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    subprocess.run(
-        [*made.split(), "-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert],
-        check=True,
-        capture_output=True,
-    )
+    cert, context = certified(tmp_path, "localhost")
     monkeypatch.setenv("SSL_CERT_FILE", str(cert))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(cert, key)
     return context
 
 

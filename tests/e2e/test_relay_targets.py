@@ -6,7 +6,7 @@ import pytest
 
 from proxy.errors import Refused
 from proxy.outbound import Inbound, Place, end_to_end, origin_form, to_send
-from tests.e2e.relay_wire import ask, fixed, on_uvloop, pair, plain, proxy, upstream
+from tests.e2e.relay_wire import ask, fixed, on_uvloop, pair, plain, upstream
 
 MAPPED = [
     ("https://api.openai.com/v1", "/v1/chat/completions", "/v1/chat/completions"),
@@ -170,12 +170,3 @@ def test_a_length_beside_a_coding_is_dropped() -> None:
 def test_an_inbound_shows_nothing_of_itself() -> None:
     shown = repr(Inbound("POST", "/v1/x?key=canary", (("Authorization", "canary"),), b"canary"))
     assert "canary" not in shown
-
-
-@on_uvloop
-async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with upstream(fixed(plain())) as other, upstream(fixed(plain())) as up:
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{other.port}")
-        async with proxy(up.base_url) as warmfold:
-            assert (await ask(warmfold.port, b"GET /v1/x HTTP/1.1\r\nHost: h\r\n\r\n")).status == 200
-        assert (other.connections, up.connections) == (0, 1)

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def of(sample: Sample) -> list[tuple[bytes, bytes]]:
 
 
 async def answer(exchange: Exchange) -> None:
-    """The recording that the request names as its model, framed as its `user` says."""
+    """The recording that the request names as its model, framed as its `user` says: whole, in pieces, or broken off behind so many bytes."""
     body = json.loads(exchange.request.body or b"{}")
     sample = WIRE.get(body.get("model", ""))
     if sample is None:
@@ -60,10 +61,10 @@ async def answer(exchange: Exchange) -> None:
         await exchange.send(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         return
     await exchange.send(head + b"Transfer-Encoding: chunked\r\n\r\n")
-    third, middle = len(data) // 3, len(data) // 2
-    for piece in (data[:third], data[third:middle], data[middle:] if body["user"] != "half" else b""):
-        if piece:
-            await exchange.send(b"%x\r\n%s\r\n" % (len(piece), piece))
+    end = len(data) if body["user"] == "pieces" else int(body["user"])
+    third, middle = end // 3, end // 2
+    for piece in filter(None, (data[:third], data[third:middle], data[middle:end])):
+        await exchange.send(b"%x\r\n%s\r\n" % (len(piece), piece))
     if body["user"] == "pieces":
         await exchange.send(b"0\r\n\r\n")
     else:
@@ -132,16 +133,42 @@ async def test_each_answer_is_relayed_as_it_came_and_counted_as_it_says(tmp_path
                 assert (note != b"none") is sample.is_overflow, sample.name
 
 
-@pytest.mark.parametrize("framing", ["half", "unended"])
-async def test_an_answer_that_breaks_off_ends_broken_and_is_no_turn(tmp_path: Path, framing: str) -> None:
+def breaks(sample: Sample) -> list[int]:
+    """Where an answer breaks off: behind its first byte and so on; a stream also inside and behind each of its first and last events.
+
+    The last place is its very end, where nothing is missing but the end of the transfer.
+    """
+    data = coded(sample)
+    ends = list(accumulate(map(len, sample.events))) if sample.kind == "sse" and data == sample.body else []
+    around = [at + by for at in (*ends[:2], *ends[-4:]) for by in (-9, -1, 0)]
+    return sorted({1, len(data) // 4, len(data) // 2, len(data) - 1, len(data), *around} & set(range(1, len(data) + 1)))
+
+
+async def test_an_answer_that_breaks_off_ends_broken_and_is_no_turn(tmp_path: Path) -> None:
     """Nor is one of which all came but the end of the transfer: a proxy in between may have cut it off just there."""
     async with proxied(tmp_path) as client:
         for sample in samples.all_of("sse", "json"):
-            got = await client.post(sample, framing)
-            assert not got.complete, sample.name
             data = coded(sample)
-            assert got.body == (data[: len(data) // 2] if framing == "half" else data), sample.name
-            assert await client.session(got) is None, sample.name
+            for at in breaks(sample):
+                got = await client.post(sample, str(at))
+                assert not got.complete, (sample.name, at)
+                assert (got.status, got.body) == (sample.status, data[:at]), (sample.name, at)
+                assert await client.session(got) is None, (sample.name, at)
+
+
+async def test_of_a_stream_broken_off_the_client_gets_what_came(tmp_path: Path) -> None:
+    """Also where we asked for its usage: events are passed on whole, and what is no event at the end as it is."""
+    async with proxied(tmp_path, upstream__stream_usage="always") as client:
+        for sample in samples.all_of("sse"):
+            alone = next(filter(_is_usage_alone, sample.events), b"")
+            start = sample.body.index(alone) if alone else len(sample.body)
+            for at in breaks(sample):
+                got = await client.post(sample, str(at))
+                came = sample.body[:at]
+                if alone and at >= start + len(alone):
+                    came = came[:start] + came[start + len(alone) :]
+                assert (got.body, got.complete) == (came, False), (sample.name, at)
+                assert await client.session(got) is None, (sample.name, at)
 
 
 async def test_of_a_stream_that_we_asked_for_its_usage_only_that_is_withheld(tmp_path: Path) -> None:
