@@ -32,8 +32,8 @@ class Unwritten:
         if recalled is None or recalled.session is not None or known is None:
             return recalled
         session = self._saving.get(known.chain[-1])
-        if session is None or session.explicit != found.query.explicit or session.length >= len(found.chain):
+        if session is None or session.length >= len(found.chain):
             return recalled
         if found.chain[session.length - 1] != known.chain[-1]:
-            return recalled
+            return recalled  # its last message was edited
         return replace(recalled, session=session, matched=session.length)

@@ -70,7 +70,7 @@ PROVIDERS = [
         id="seller",
         name="Seller",
         api_pattern=r"https://seller\.example",
-        models=[_model("disputed", DEAR), _model("some", CHEAP)],
+        models=[_model("disputed", DEAR), _model("some", CHEAP), _model("by the minute", CHEAP)],
     ),
 ]
 VENDOR, GATEWAY = "https://api.vendor.com/v1", "https://gateway.example/v1"
@@ -90,6 +90,8 @@ VENDOR, GATEWAY = "https://api.vendor.com/v1", "https://gateway.example/v1"
         pytest.param(VENDOR, "unknown", None, id="not listed"),
         pytest.param(GATEWAY, "some", Priced(1.0, None, None, 2.0), id="elsewhere, all agree"),
         pytest.param(GATEWAY, "disputed", None, id="elsewhere, they do not"),
+        pytest.param(GATEWAY, "by the minute", Priced(1.0, None, None, 2.0), id="elsewhere, one alone says something"),
+        pytest.param(VENDOR, "family-" + "7" * 300, None, id="longer than any name"),
         pytest.param(GATEWAY, "family-7b", None, id="elsewhere, by a part of the name"),
     ],
 )

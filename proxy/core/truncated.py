@@ -37,11 +37,11 @@ def truncated(
     """
     if counted is None or not overflow.silent(counted, weight):
         return None
-    text = _text(conversation, applied)
+    text = text_tokens(conversation, applied)
     return Truncated(counted, text) if overflow.silent(counted, text) else None
 
 
-def _text(conversation: Conversation, applied: Checkpoint | None) -> int:
+def text_tokens(conversation: Conversation, applied: Checkpoint | None) -> int:
     """Estimated tokens of what is said in the routed request, in words and in the arguments of calls."""
     messages = conversation.messages
     sent = messages if applied is None else (*messages[: applied.from_], *messages[applied.k :])

@@ -89,6 +89,11 @@ USAGES = [
         id="xai: thoughts beside the answer",
     ),
     pytest.param(
+        {"usage": {"completion_tokens": 1, "total_tokens": 291, "completion_tokens_details": {"reasoning_tokens": 290}}},
+        Usage(None, 1, None, 290),
+        id="a total of nothing but the answer tells nothing",
+    ),
+    pytest.param(
         {"usage": {"prompt_tokens": 43, "completion_tokens": 10, "total_tokens": 53, "completion_tokens_details": {"reasoning_tokens": 11}}},
         Usage(43, 10, None, 11),
         id="more thoughts than answer, among it all the same",
@@ -100,6 +105,11 @@ USAGES = [
         id="responses",
     ),
     pytest.param({"usage": {"input_tokens": 100, "input_tokens_details": None}}, Usage(100), id="responses, no details"),
+    pytest.param(
+        {"usage": {"input_tokens": 100, "input_tokens_details": {}, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 26}},
+        Usage(100, None, 64),
+        id="responses: anthropic's counts in a prompt that includes them",
+    ),
     pytest.param(
         {"usage": {"inputTokens": 10, "outputTokens": 20, "cacheReadInputTokens": 64, "cacheWriteInputTokens": 26}},
         Usage(100, 20, 64),
@@ -496,7 +506,13 @@ def test_headers_count_where_the_body_does_not() -> None:
     ):
         answer = read_whole(json.dumps({**body, **members}).encode(), want_text=False)
         assert with_headers(answer, headers) == replace(answer, usage=usage)
-        for odd in ([], [("fireworks-prompt-tokens", "many")], [("fireworks-prompt-tokens", "-1")], [("x", "7")]):
+        for odd in (
+            [],
+            [("fireworks-prompt-tokens", "many")],
+            [("fireworks-prompt-tokens", "-1")],
+            [("fireworks-prompt-tokens", "9" * 5000)],
+            [("x", "7")],
+        ):
             assert with_headers(answer, odd) == answer
 
 

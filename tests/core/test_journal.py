@@ -36,8 +36,8 @@ def _warm(messages: Any = TALK, *, k: int = 0, **members: Any) -> Warm:
     return turn.warm_after(conversations.lineage(conversation, None).id, conversation, routed, None, done, 1.0)
 
 
-def _plan(warm: Warm) -> Plan:
-    found = Planner(warm, limits(4096), Policy()).plan(Trigger.FORCE)
+def _plan(warm: Warm, **settings: Any) -> Plan:
+    found = Planner(warm, limits(4096), Policy(**settings)).plan(Trigger.FORCE)
     assert isinstance(found, Plan), found
     return found
 
@@ -63,14 +63,20 @@ def _turn(warm: Warm, *, ago_ms: int = 1000, **changes: Any) -> Turn:
 
 
 def _attempt(
-    warm: Warm, last: Turn | None, cached: int | None, *, prompt: int | None = 2000, upstream: str = "default"
+    warm: Warm,
+    last: Turn | None,
+    cached: int | None,
+    *,
+    prompt: int | None = 2000,
+    upstream: str = "default",
+    **settings: Any,
 ) -> Attempt:
     return journal.attempt(
         *(Trigger.MANUAL, 0.5, "committed", ""),
         at_ms=NOW + 700,
         duration_ms=700,
         strategy="replay",
-        plan=_plan(warm),
+        plan=_plan(warm, **settings),
         usage=Usage(prompt=prompt, cached=cached, completion=9),
         before=Before(warm, last, upstream, 300.0),
     )
@@ -102,6 +108,7 @@ APPLIED = _warm(k=2)
         pytest.param(THOUGHTS, _turn(THOUGHTS), 600, "reasoning_stripped", id="thoughts behind the last user message"),
         pytest.param(COSTLY, _turn(COSTLY, ago_ms=300_001), 0, "cold", id="cold before all else"),
         pytest.param(PLAIN, _turn(PLAIN), 1500, "write_lag", id="what the turn before it had found"),
+        pytest.param(PLAIN, _turn(PLAIN), 1468, "write_lag", id="the same, but for a block"),
         pytest.param(PLAIN, _turn(PLAIN, ago_ms=WRITE_LAG_MS + 1), 1500, "unknown", id="the same, but long after"),
         pytest.param(PLAIN, _turn(PLAIN), 700, "other_replica", id="less than the turn before had found"),
         pytest.param(PLAIN, _turn(PLAIN, usage=NOT_COUNTED), 700, "unknown", id="what the turn found is not known"),
@@ -114,6 +121,24 @@ def test_the_likely_reason(warm: Warm, last: Turn | None, cached: int | None, ex
 
 def test_another_upstream_than_the_turns_is_another_replica() -> None:
     assert _attempt(PLAIN, _turn(PLAIN), 0, upstream="elsewhere").miss == "other_replica"
+
+
+def test_thoughts_behind_what_was_replayed_strip_nothing() -> None:
+    warm = _warm([*TALK, {"role": "assistant", "content": "So.", "reasoning_content": "hm"}, *talk("a:x t:x")])
+    assert _attempt(warm, _turn(warm), 600).miss == "reasoning_stripped"
+    assert _attempt(warm, _turn(warm), 600, replay_scope="region").miss == "other_replica"
+
+
+def test_a_line_tells_how_many_tokens_a_checkpoint_saves() -> None:
+    made = checkpoint(read(body_of(TALK)), 4)
+    line = journal.attempt(
+        *(Trigger.SOFT, 0.8, "committed", ""),
+        at_ms=NOW,
+        strategy="replay",
+        made=replace(made, region_tokens=800, checkpoint_tokens=150),
+    )
+    assert line.saved_tokens == 650
+    assert _attempt(PLAIN, None, 1900).saved_tokens is None
 
 
 def test_a_line_has_the_time_since_the_warm_request_where_a_call_was_made() -> None:

@@ -169,6 +169,19 @@ def test_the_sizes_of_a_plan() -> None:
     assert found.checkpoint == min(int(found.region * 0.6), sizes.summary // 2 + sizes.ledger + sizes.anchors)
 
 
+def test_a_checkpoint_of_the_usual_size_has_half_the_summary_it_may_and_all_else() -> None:
+    sizes = limits(4096)
+    found = payback.sizes(_plan(_warm(f"{TALK} a*200 " + TALK)), sizes)
+    assert found.region * MAX_SHARE > sizes.summary
+    assert found.checkpoint == sizes.summary // 2 + sizes.ledger + sizes.anchors
+
+
+def test_no_more_of_a_call_is_new_than_there_is_of_it() -> None:
+    plan = _plan(_warm(TALK))
+    found = payback.sizes(replace(plan, expected_new=plan.prompt + 1), limits(4096))
+    assert found.new == found.prompt == plan.prompt
+
+
 def test_an_answer_that_was_never_read_is_new_as_well() -> None:
     more = payback.sizes(_plan(_warm(TALK, "word " * 100)), limits(4096)).new
     assert more - payback.sizes(_plan(_warm(TALK)), limits(4096)).new >= 100
@@ -188,6 +201,7 @@ def _turn(prompt: int | None, applied: str | None = None) -> Turn:
         pytest.param(_turn(1000), 500, None, 300_001, 1.0, id="cold"),
         pytest.param(_turn(1000), None, None, 1, 1.0, id="nobody counted"),
         pytest.param(_turn(None), 0, None, 1, 1.0, id="nobody counted the turn before"),
+        pytest.param(_turn(0), 0, None, 1, 1.0, id="nothing was in it"),
         pytest.param(None, 0, None, 1, 1.0, id="the first turn"),
         pytest.param(_turn(1000), 0, "c1", 1, 1.0, id="the first with a checkpoint"),
         pytest.param(_turn(1000, "c1"), 250, "c1", 1, 0.25, id="with the same checkpoint"),

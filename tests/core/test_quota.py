@@ -64,6 +64,11 @@ NEED = Need(prompt=1000, new=100, output=50)
             id="Anthropic, the least of two",
         ),
         pytest.param(
+            {"anthropic-ratelimit-input-tokens-remaining": "80000", "anthropic-ratelimit-tokens-remaining": "96000"},
+            Remaining(80_000, counts_cached=False),
+            id="the least of two, named first",
+        ),
+        pytest.param(
             {"x-ratelimit-remaining-tokens-prompt": "50000", "x-ratelimit-remaining-tokens-generated": "900"},
             Remaining(50_000, 900),
             id="Fireworks",
@@ -73,6 +78,8 @@ NEED = Need(prompt=1000, new=100, output=50)
         ),
         pytest.param({"x-rate-limit-remaining-tokens": "7"}, Remaining(7), id="with one dash more"),
         pytest.param({"x-ratelimit-remaining-input-images": "0"}, Remaining(), id="images"),
+        pytest.param({"x-ratelimit-remaining-audio-tokens": "0"}, Remaining(), id="tokens of something else"),
+        pytest.param({"x-ratelimit-remaining-search-requests": "0"}, Remaining(), id="requests for something else"),
         pytest.param({"x-ratelimit-limit-tokens": "5", "remaining-tokens": "1"}, Remaining(), id="other headers"),
         pytest.param({"x-ratelimit-remaining-tokens": "unlimited"}, Remaining(), id="a word"),
         pytest.param({"x-ratelimit-remaining-tokens": "-1"}, Remaining(), id="less than nothing means something else"),

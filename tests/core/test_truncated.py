@@ -53,6 +53,14 @@ def test_a_count_far_below_the_text_gives_it_away(body: bytes) -> None:
     assert 4000 <= found.text < 4200
 
 
+def test_a_long_text_is_looked_at_as_well() -> None:
+    body = body_of("u*16000")
+    assert len(body) > 65_536
+    found = _seen(body)
+    assert found is not None
+    assert found.text >= 16_000
+
+
 @pytest.mark.parametrize(
     ("body", "counted"),
     [
@@ -79,6 +87,10 @@ def test_of_a_rewritten_request_only_what_was_sent_counts() -> None:
     assert truncated(conversation, made, 700, conversations.weight(conversation, made)) is None
     long = replace(made, frame="word " * 4000)
     assert truncated(conversation, long, 700, conversations.weight(conversation, long)) is not None
+    behind_the_first = checkpoint(conversation, 2, from_=1)
+    found = truncated(conversation, behind_the_first, 700, conversations.weight(conversation, behind_the_first))
+    assert found is not None, "a message that is kept in front of it was sent"
+    assert found.text >= 4000
 
 
 def test_a_message_that_cannot_be_read_counts_for_nothing() -> None:

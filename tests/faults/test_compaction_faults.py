@@ -5,6 +5,7 @@ What is asserted is what client, provider and operator see. A docstring names wh
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ from proxy.demo.calls import Forced
 from proxy.demo.provider import SimulatedProvider
 from proxy.demo.template import render
 from tests.core.build import calls_and_results, facts_of, is_whole, talk
-from tests.faults.summaries import LOOK, WINDOW, Summaries, by_hand, flags, work
+from tests.faults.summaries import LOOK, WINDOW, Gate, Summaries, by_hand, flags, work
 from tests.journeys.played import FRAME, Lenient, play
 from tests.journeys.player import elements, playing
 from tests.journeys.talks import SYSTEM, Message, Talk, assistant, calling, prose, result, user
+from tests.journeys.test_attacks import _metrics as metrics
 from tests.journeys.test_shapes import Client
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -115,6 +117,36 @@ async def test_a_result_that_comes_after_the_checkpoint_is_not_sent_without_its_
             assert len(client.messages) < 80
         assert unpaired(json.loads(provider.turns[-1].raw)["messages"]) == Counter()
         assert all(call.status == 200 for call in provider.calls)
+
+
+async def test_nor_is_one_whose_call_was_covered_for_another_request_at_the_same_time(tmp_path: Path) -> None:
+    """Two ways to go on from one turn wait for the same summary. In one of them the covered call's result is there by now."""
+    async with (
+        Lenient(window_tokens=WINDOW) as provider,
+        playing(tmp_path, provider, **flags(inline_timeout_s=30, trigger_ratio=0.8)) as player,
+    ):
+        client = Client(player)
+        await client.say(prose("task", 60))
+        client.messages += [user("next"), calling("call_a", "call_b"), result("call_a", 1), user("hold on")]
+        await client.send(assistant("held"))
+        while provider.turns[-1].prompt_tokens < 5000:
+            await client.say(prose(("more", len(client.messages)), 250))
+        assert not provider.compactions
+        gate = Gate()
+        provider.on_call = gate
+        waiting = []
+        async with asyncio.timeout(30):
+            for late in ([], [result("call_b", 2)]):
+                before = (await metrics(player))["warmfold_recalls_total{known}"]
+                body = {"model": "demo-model", "messages": [*client.messages, *late, user(len(late), 2000)]}
+                waiting.append(asyncio.ensure_future(player.post(body)))
+                while (await metrics(player))["warmfold_recalls_total{known}"] == before:
+                    await asyncio.sleep(0.01)
+            await provider.until(lambda: bool(provider.compactions))
+            gate.open()
+            first, _ = await asyncio.gather(*waiting)
+        assert first.headers["x-warmfold-compaction"] == "inline"
+        assert not any(unpaired(json.loads(call.raw)["messages"])["results"] for call in provider.turns)
 
 
 def unpaired(messages: Sequence[Any]) -> Counter[str]:

@@ -247,6 +247,8 @@ async def test_two_requests_at_once_do_not_wait_for_the_call_that_one_of_them_ca
         got = await player.post({"model": "demo-model", "messages": after})
         assert got.headers["x-warmfold-compaction"] == "pending" if same else True
         assert json.loads(provider.turns[-1].raw)["messages"] == after
+        if same:  # it is due, and on its way
+            await counted(player, "warmfold_decisions_total{in_flight}")
         gate.open()
         await player.settled()
         # Two branches are two conversations: each may have a checkpoint of its own.
@@ -279,6 +281,93 @@ async def test_two_requests_that_do_not_fit_share_one_call(late: bool, tmp_path:
         assert len(provider.compactions) == 1
         assert [len(frames(call.raw)) for call in provider.turns] == [1, 1]
         assert len({call.raw for call in provider.turns}) == 1
+
+
+async def counted(player: Player, series: str) -> None:
+    """Until the proxy has counted something in a series that begins so."""
+    async with asyncio.timeout(30):
+        while not any(name.startswith(series) for name in await metrics(player)):
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def behind_another(one: Player, other: Player, client: Client, gate: Gate) -> AsyncIterator[asyncio.Future[Any]]:
+    """A request at the other proxy that does not fit, and waits while the first one's call is held. Then that call is let go."""
+    one.provider.on_call = gate
+    before = len(one.provider.compactions)
+    await _press(one, client, waits=False)
+    async with asyncio.timeout(30):
+        await one.provider.until(lambda: len(one.provider.compactions) > before)
+        body = {"model": "demo-model", "messages": [*client.messages, user("too much", 2400)]}
+        waiting = asyncio.ensure_future(other.post(body))
+        await counted(other, "warmfold_compactions_total{in_flight,skipped")
+        yield waiting
+        gate.open()
+        await waiting
+    await one.settled()
+    await other.settled()
+
+
+async def test_a_failure_that_was_waited_for_and_the_next_one_are_two(shared: Shared, tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, summariser=Dead(500)) as provider,
+        two(tmp_path, provider, shared, inline_timeout_s=30) as (one, other),
+    ):
+        client = Client(one)
+        client.messages = history(SOFT - 1200)[:-1]
+        await client.say(prose("start", 20))
+        async with behind_another(one, other, client, Gate()) as waiting:
+            pass
+        assert waiting.result().headers["x-warmfold-compaction"] == "inline"
+        assert len(provider.compactions) == 2
+        assert (await client.shown())["counters"]["failures"] == 2
+
+
+async def test_what_is_undone_while_a_request_waits_is_not_rolled_forward(shared: Shared, tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        two(tmp_path, provider, shared, inline_timeout_s=30, debounce_turns=1) as (one, other),
+    ):
+        client = Client(one)
+        client.messages = history(SOFT + 200)[:-1]
+        await client.say(prose("start", 20))
+        assert "x-warmfold-checkpoint" in (await client.say(prose("grown", 1900))).headers
+        async with behind_another(one, other, client, Gate()):
+            await other.admin(f"/sessions/{client.session}/undo", "POST")
+        shown = await client.shown()
+        assert [made["dead"] for made in shown["checkpoints"]] == [True]
+        # Asked again it is compacted from what the client sent.
+        again = await other.post({"model": "demo-model", "messages": [*client.messages, user("too much", 2400)]})
+        assert (again.status, again.headers["x-warmfold-compaction"]) == (200, "inline")
+
+
+async def test_what_was_made_for_another_way_to_go_on_is_not_waited_for_in_vain(tmp_path: Path) -> None:
+    """Both requests carry the checkpoint that came behind the last turn, so a summariser reads each of them to its end."""
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        playing(tmp_path, provider, **flags(inline_timeout_s=30)) as player,
+    ):
+        client = Client(player)
+        client.messages = history(SOFT + 200)[:-1]
+        await client.say(prose("start", 20))
+        gate = Gate()
+        provider.on_call = gate
+        before = len(provider.compactions)
+        left, right = (
+            {"model": "demo-model", "max_tokens": 2000, "messages": [*client.messages, user(way, 3600)]}
+            for way in ("left", "right")
+        )
+        async with asyncio.timeout(30):
+            first = asyncio.ensure_future(player.post(left))
+            await provider.until(lambda: len(provider.compactions) > before)
+            recalled = (await metrics(player))["warmfold_recalls_total{hit}"]
+            second = asyncio.ensure_future(player.post(right))
+            while (await metrics(player))["warmfold_recalls_total{hit}"] == recalled:
+                await asyncio.sleep(0.01)
+            gate.open()
+            answers = await asyncio.gather(first, second)
+        assert [(got.status, got.headers["x-warmfold-compaction"]) for got in answers] == [(200, "inline")] * 2
+        assert answers[0].headers["x-warmfold-checkpoint"] != answers[1].headers["x-warmfold-checkpoint"]
 
 
 # One over the other

@@ -4,8 +4,9 @@ waits, says why in the journal, and at the hard watermark waits no longer."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from proxy.config import load
 from proxy.demo.calls import Call, Forced
 from proxy.demo.prefix_cache import PrefixCache
 from proxy.demo.provider import SimulatedProvider
+from proxy.demo.summariser import Says
 from proxy.server import start
 from tests.journeys.player import Answered, Player
 from tests.journeys.talks import assistant, calling, prose, result, user
@@ -27,17 +29,35 @@ MOMENTS = pytest.mark.parametrize("when", ["after_turn", "next_turn"])
 DEAR = "input_usd_per_mtok = 10\ncached_usd_per_mtok = 0.1\noutput_usd_per_mtok = 40\n"
 """A cache so cheap that a compaction saves next to nothing."""
 
+AT_ONCE = 1e-6
+"""Seconds: a cache that has forgotten everything by the next request."""
+
+ALWAYS_PRESSED: dict[str, Any] = {
+    "max_context_tokens": 64_000,
+    "trigger_ratio": 0.08,
+    "keep_recent_tokens": 1000,
+    "keep_recent_turns": 1,
+}
+"""Two messages of 4,000 words are above the soft watermark."""
+
 CHEAP = "input_usd_per_mtok = 10\ncached_usd_per_mtok = 10\noutput_usd_per_mtok = 10\n"
 """No cache at all: each turn that is shorter saves much."""
 
 
 @asynccontextmanager
 async def in_front_of(
-    provider: SimulatedProvider, tmp: Path, rule: str = "", *, when: str = "after_turn", **keys: Any
+    provider: SimulatedProvider,
+    tmp: Path,
+    rule: str = "",
+    *,
+    when: str = "after_turn",
+    others: str = "",
+    environ: Mapping[str, str] | None = None,
+    **keys: Any,
 ) -> AsyncIterator[Player]:
-    """The proxy before a provider; `rule` is what [[models]] says of every model, `keys` are those of [compaction]."""
+    """The proxy before a provider; `rule` is what [[models]] says of every model but for what `others` say, `keys` are those of [compaction]."""
     path = tmp / "c.toml"
-    path.write_text(f'[[models]]\nmatch = "*"\n{rule}')
+    path.write_text(f'{others}[[models]]\nmatch = "*"\n{rule}')
     flags: dict[str, object] = {
         "server.port": 0,
         "admin.port": 0,
@@ -50,7 +70,7 @@ async def in_front_of(
         "compaction.when": when,
         **{f"compaction.{key}": value for key, value in keys.items()},
     }
-    running = await start(load(path, {}, flags))
+    running = await start(load(path, environ or {}, flags))
     try:
         async with aiohttp.ClientSession(auto_decompress=False) as http:
             yield Player(running, provider, http)
@@ -189,6 +209,16 @@ async def test_a_provider_that_finds_nothing_again_is_reckoned_without_a_cache(t
         assert (await client.journal())[0]["figures"]["payback_turns"] < 8
 
 
+async def test_nothing_found_where_the_cache_was_cold_says_nothing_of_the_provider(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, cache_blocks=0) as provider,
+        in_front_of(provider, tmp_path, DEAR, cache_ttl_s=AT_ONCE) as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        assert reasons(await client.journal()) == [("skipped", "payback")]
+
+
 async def test_in_observe_mode_what_does_not_pay_is_noted_as_such_and_not_as_wanted(tmp_path: Path) -> None:
     async with SimulatedProvider(window_tokens=WINDOW) as provider:
         async with in_front_of(provider, tmp_path, DEAR, mode="observe") as player:
@@ -198,13 +228,92 @@ async def test_in_observe_mode_what_does_not_pay_is_noted_as_such_and_not_as_wan
         assert not provider.compactions
 
 
+@pytest.mark.parametrize(
+    ("own", "writers", "expected"),
+    [
+        pytest.param(CHEAP, "input_usd_per_mtok = 9000\noutput_usd_per_mtok = 9000\n", "payback", id="a dear one"),
+        pytest.param(DEAR, "debounce_turns = 3\n", "", id="one whose price nobody knows"),
+    ],
+)
+async def test_another_model_that_writes_the_summary_is_reckoned_with_its_own_price(
+    tmp_path: Path, own: str, writers: str, expected: str
+) -> None:
+    others = f'[[models]]\nmatch = "writer"\n{writers}'
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, own, others=others, summary_model="writer") as player,
+    ):
+        client = Client(player)
+        while not client.got or client.got[-1].json["usage"]["prompt_tokens"] < WINDOW * SOFT:
+            await client.say()
+        (line,) = await client.journal()
+        assert reasons([line]) == [("skipped" if expected else "committed", expected)]
+        assert line["strategy"] == "transcript"
+
+
+async def test_a_call_fits_the_window_of_the_model_that_writes(tmp_path: Path) -> None:
+    others = '[[models]]\nmatch = "writer"\nmax_context_tokens = 2500\n'
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, others=others, summary_model="writer") as player,
+    ):
+        client = Client(player)
+        await _until_asked(client)
+        assert [call.prompt_tokens < 2500 for call in provider.calls if b"<transcript" in call.raw] == [True]
+        assert reasons(await client.journal()) == [("committed", "")]
+
+
+async def _until_asked(client: Client) -> None:
+    """Turns until a transcript of the conversation was sent."""
+    while not any(b"<transcript" in call.raw for call in client.provider.calls):
+        assert (await client.say()).status == 200
+
+
+async def test_a_request_that_names_no_model_is_summarised_by_the_conversations(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, strategy="transcript", trigger_ratio=0.79) as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * 0.6)
+        await player.post({"messages": [*client.messages, user("long", 3500)]})
+        (call,) = (call for call in provider.calls if b"<transcript" in call.raw)
+        assert json.loads(call.raw)["model"] == "demo-model"
+
+
 async def test_force_asks_for_no_price(tmp_path: Path) -> None:
     async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path, DEAR) as player:
         client = Client(player)
         for _ in range(5):
             await client.say()
-        await client.say(x_warmfold_mode="force")
-        assert len(provider.compactions) == 1
+        got = await client.say(x_warmfold_mode="force")
+        (call,) = provider.compactions
+        answer = {"role": "assistant", "content": got.json["choices"][0]["message"]["content"]}
+        assert json.loads(call.raw)["messages"][-2] == answer, "far below the watermark it is read as well"
+
+
+@pytest.mark.parametrize("key", ["", "sk-operators"], ids=["the client's key", "the operator's key"])
+async def test_nobody_forces_a_summary_that_the_operator_pays_for(tmp_path: Path, key: str) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        SimulatedProvider(window_tokens=WINDOW, require_key=key) as elsewhere,
+    ):
+        others = (
+            f'[[upstreams]]\nname = "elsewhere"\nmatch = "writer"\nbase_url = "{elsewhere.base_url}"\n'
+            f'api_key_env = "{"THE_KEY" if key else ""}"\n'
+        )
+        environ = {"THE_KEY": key} if key else {}
+        async with in_front_of(provider, tmp_path, others=others, environ=environ, summary_model="writer") as player:
+            client = Client(player)
+            for _ in range(6):
+                await client.say()
+            assert not elsewhere.calls
+            got = await client.say(x_warmfold_mode="force")
+            assert (got.status, len(elsewhere.calls)) == ((403, 0) if key else (200, 1))
+            assert len(provider.turns) == (6 if key else 7)
+            if key:  # what the operator has configured is made at its time, and paid for
+                await client.until(WINDOW * SOFT)
+                assert [call.status for call in elsewhere.calls] == [200]
 
 
 # Quota
@@ -252,6 +361,39 @@ async def test_where_cached_tokens_are_free_the_new_ones_count(
     ):
         await Client(player).until(WINDOW * SOFT)
         assert len(provider.compactions) == 1
+
+
+async def test_of_a_transcript_all_tokens_are_new(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, headers=GROQ) as provider,
+        in_front_of(provider, tmp_path, strategy="transcript") as player,
+    ):
+        client = Client(player)
+        while not client.got or client.got[-1].json["usage"]["prompt_tokens"] < WINDOW * SOFT:
+            await client.say()
+        assert reasons(await client.journal()) == [("skipped", "quota")]
+
+
+@pytest.mark.parametrize("says", ["little is left", "too much"])
+async def test_what_the_conversations_provider_has_left_is_nothing_to_one_that_writes_summaries_elsewhere(
+    tmp_path: Path, says: str
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, headers=LITTLE if says == "little is left" else ()) as provider,
+        SimulatedProvider(window_tokens=WINDOW) as elsewhere,
+    ):
+        others = f'[[upstreams]]\nname = "elsewhere"\nmatch = "writer"\nbase_url = "{elsewhere.base_url}"\n'
+        async with in_front_of(provider, tmp_path, others=others, summary_model="writer") as player:
+            client = Client(player)
+            await client.say()
+            if says == "too much":
+                provider.on_call = refusing_turns(429, {"Retry-After": "600"})
+                assert (await client.say()).status == 429
+            await client.until(WINDOW * SOFT)
+            (call,) = elsewhere.calls
+            assert json.loads(call.raw)["model"] == "writer"
+            assert "sk-player" not in str(call.headers), "nor are the client's credentials any of its business"
+            assert reasons(await client.journal()) == [("committed", "")]
 
 
 async def test_with_little_quota_left_a_request_that_would_not_fit_is_compacted_all_the_same(tmp_path: Path) -> None:
@@ -322,6 +464,18 @@ async def test_a_time_that_is_over_at_once_lets_nothing_rest(tmp_path: Path, val
         assert len(provider.compactions) == 1
 
 
+async def test_a_shorter_pause_does_not_end_a_longer_one(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path) as player:
+        client = Client(player)
+        await client.say()
+        for value in ("600", "0"):
+            provider.on_call = refusing_turns(429, {"Retry-After": value})
+            assert (await client.say()).status == 429
+        await client.until(WINDOW * SOFT)
+        assert not provider.compactions
+        assert reasons(await client.journal()) == [("skipped", "rate_limited")]
+
+
 async def test_while_they_rest_a_request_that_would_not_fit_gets_a_checkpoint_that_no_model_wrote(
     tmp_path: Path,
 ) -> None:
@@ -358,9 +512,6 @@ async def test_while_they_rest_an_operator_is_told_why_nothing_is_made(tmp_path:
 
 
 # A cold cache
-
-AT_ONCE = 1e-6
-"""A cache that has forgotten everything by the next request."""
 
 
 async def test_a_compaction_that_has_waited_until_the_cache_is_cold_waits_on(tmp_path: Path) -> None:
@@ -421,7 +572,7 @@ async def test_right_after_the_first_turn_of_all_a_cache_that_is_gone_is_no_cold
 
         provider.on_call = hook
         client = Client(player)
-        history = [message for at in range(5) for message in (user(at), assistant(at, 20))]
+        history = [message for at in range(20) for message in (user(at), assistant(at, 20))]
         await client.send(*history, user("and now", 20), x_warmfold_mode="force")
         (line,) = await client.journal()
         assert (line["outcome"], line["cached"], line["miss"]) == ("committed", 0, "unknown")
@@ -488,6 +639,27 @@ async def test_thoughts_of_earlier_turns_are_nothing_to_wait_for(tmp_path: Path)
         assert len(provider.compactions) == 1
 
 
+@pytest.mark.parametrize(
+    ("scope", "expected"), [("warm", ("skipped", "reasoning")), ("region", ("committed", ""))], ids=["warm", "region"]
+)
+async def test_thoughts_that_are_not_replayed_are_nothing_to_wait_for(
+    tmp_path: Path, scope: str, expected: tuple[str, str]
+) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, replay_scope=scope, keep_recent_turns=1) as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * (SOFT - 0.06))
+        await client.send(user("now work", 20))
+        at = 0
+        while provider.turns[-1].prompt_tokens < WINDOW * SOFT:
+            assert not await client.journal()
+            await work(client, at := at + 1)
+        assert at > 0
+        assert reasons(await client.journal()) == [expected]
+
+
 async def test_a_transcript_breaks_no_prefix_and_waits_for_no_user_message(tmp_path: Path) -> None:
     async with (
         SimulatedProvider(window_tokens=WINDOW) as provider,
@@ -506,6 +678,91 @@ async def test_a_transcript_breaks_no_prefix_and_waits_for_no_user_message(tmp_p
 # What other things ask for a pause
 
 
+@pytest.mark.parametrize("debounce", [1, 3])
+async def test_so_many_turns_lie_from_one_to_the_next(tmp_path: Path, debounce: int) -> None:
+    """Though each turn is above the soft watermark, with enough in it to cover."""
+    async with (
+        SimulatedProvider(window_tokens=64_000) as provider,
+        in_front_of(provider, tmp_path, debounce_turns=debounce, **ALWAYS_PRESSED) as player,
+    ):
+        client = Client(player)
+        await client.until(5120, 4000)
+        made = []
+        for turn in range(2 * debounce + 2):
+            before = len(provider.compactions)
+            await client.say(4000)
+            assert provider.turns[-1].prompt_tokens > 5120
+            if len(provider.compactions) > before:
+                made.append(turn)
+        assert [later - earlier for earlier, later in pairwise(made)] == [debounce] * (len(made) - 1)
+        assert len(made) >= 2
+
+
+async def test_from_one_in_front_of_the_very_first_request_as_well(tmp_path: Path) -> None:
+    keys = {"max_context_tokens": 16_000, "trigger_ratio": 0.25, "hard_ratio": 0.9}
+    async with (
+        SimulatedProvider(window_tokens=16_000) as provider,
+        in_front_of(provider, tmp_path, keep_recent_tokens=1000, keep_recent_turns=1, **keys) as player,
+    ):
+        client = Client(player)
+        history = [message for at in range(18) for message in (user(at, 800), assistant(at, 20))]
+        got = await client.send(*history, user("and now", 20))
+        assert got.headers["x-warmfold-compaction"] == "inline"
+        client.messages.append(assistant("very well", 20))
+        calls = len(provider.compactions)
+        for later in (1, 2, 3):
+            await client.say(3000)
+            assert 4000 < provider.turns[-1].prompt_tokens < 14_000
+            assert len(provider.compactions) == calls + (later == 3)
+
+
+async def test_what_is_not_worth_it_is_said_once_in_so_many_turns(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, debounce_turns=3) as player,
+    ):
+        client = Client(player)
+        client.messages[0]["content"] = prose("rules", 3900)
+        for _ in range(9):
+            await client.say(20)
+            assert WINDOW * SOFT < provider.turns[-1].prompt_tokens < WINDOW * HARD
+        assert not provider.compactions
+        assert [outcome for outcome, _ in reasons(await client.journal())] == ["skipped"] * 3
+
+
+async def test_beside_a_request_that_fails_nothing_is_made(tmp_path: Path) -> None:
+    """Whether the conversation goes on is not known then."""
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, when="next_turn") as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        for status in (400, 500):
+            provider.on_call = refusing_turns(status, {})
+            assert (await client.say(40)).status == status
+            assert not provider.compactions
+        await client.say(40)
+        assert len(provider.compactions) == 1
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["it goes on from it", "the client reworded it"])
+async def test_beside_the_next_request_the_answer_is_read_as_well(tmp_path: Path, goes_on: bool) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW) as provider,
+        in_front_of(provider, tmp_path, when="next_turn") as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        answered = client.got[-1].json["choices"][0]["message"]["content"]
+        if goes_on:
+            client.messages[-1] = {"role": "assistant", "content": answered}
+        await client.say(40)
+        (call,) = provider.compactions
+        *_, last, _ = json.loads(call.raw)["messages"]
+        assert last == ({"role": "assistant", "content": answered} if goes_on else client.messages[-4])
+
+
 async def test_the_reason_is_told_again_once_it_is_another_one(tmp_path: Path) -> None:
     async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path, DEAR) as player:
         client = Client(player)
@@ -521,6 +778,33 @@ async def test_the_reason_is_told_again_once_it_is_another_one(tmp_path: Path) -
         assert not provider.compactions
 
 
+async def test_so_it_is_once_the_pressure_was_gone(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, headers=LITTLE) as provider,
+        in_front_of(provider, tmp_path) as player,
+    ):
+        client = Client(player)
+        while "x-warmfold-checkpoint" not in (await client.say()).headers:
+            assert client.got[-1].status == 200
+        assert provider.turns[-1].prompt_tokens < WINDOW * SOFT
+        await client.until(WINDOW * SOFT)
+        assert reasons(await client.journal()) == [("skipped", "quota"), ("committed", ""), ("skipped", "quota")]
+
+
+async def test_and_once_one_was_made_though_the_pressure_stays(tmp_path: Path) -> None:
+    async with (
+        SimulatedProvider(window_tokens=64_000, headers=LITTLE) as provider,
+        in_front_of(provider, tmp_path, debounce_turns=1, **ALWAYS_PRESSED) as player,
+    ):
+        client = Client(player)
+        await client.until(5120, 4000)
+        provider.change(headers=MUCH)
+        await client.say(4000)
+        provider.change(headers=LITTLE)
+        await client.say(4000)
+        assert reasons(await client.journal()) == [("skipped", "quota"), ("committed", ""), ("skipped", "quota")]
+
+
 async def test_no_figure_says_what_was_said(tmp_path: Path) -> None:
     async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path, DEAR) as player:
         client = Client(player)
@@ -528,3 +812,32 @@ async def test_no_figure_says_what_was_said(tmp_path: Path) -> None:
         for line in await client.journal():
             assert all(isinstance(value, (int, float)) for value in line["figures"].values())
             assert "user" not in json.dumps(line["figures"])
+
+
+async def test_a_root_whose_checkpoints_nobody_uses_is_soon_left_alone(tmp_path: Path) -> None:
+    """A client that keeps a to-do list in an early message, and writes it anew each turn."""
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, in_front_of(provider, tmp_path) as player:
+        client = Client(player)
+        client.messages += [message for at in range(30) for message in (user(at), assistant(at, 20))]
+        for turn in range(12):
+            client.messages[3] = user(("to do", turn), 20)
+            await client.say(60)
+            assert WINDOW * SOFT < provider.turns[-1].prompt_tokens < WINDOW * HARD
+        assert len(provider.compactions) == 2
+
+
+async def test_a_summary_that_shrinks_too_little_is_taken_where_somebody_asks_for_it(tmp_path: Path) -> None:
+    text = f"Task and intent: {prose('all of it', 2000)}"
+    async with (
+        SimulatedProvider(window_tokens=WINDOW, summariser=Says(text)) as provider,
+        in_front_of(provider, tmp_path, keep_recent_tokens=500, keep_recent_turns=1) as player,
+    ):
+        client = Client(player)
+        await client.until(WINDOW * SOFT)
+        assert reasons(await client.journal()) == [("failed", "inflated")]
+        told = await player.admin(
+            f"/sessions/{client.got[-1].headers['x-warmfold-session']}/compact",
+            "POST",
+            headers={"x-upstream-authorization": player.headers["Authorization"]},
+        )
+        assert told["outcome"] == "committed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,23 @@ async def test_later_requests_carry_the_very_same_checkpoint_bytes(tmp_path: Pat
             await player.settled()
         assert len({call.raw for call in provider.turns[-5:]}) == 1
         assert len(provider.compactions) == calls
+
+
+async def test_the_users_words_keep_their_places_over_generations(tmp_path: Path) -> None:
+    async with SimulatedProvider(window_tokens=6000) as provider, playing(tmp_path, provider, **SMALL) as player:
+        chat = Chat(player)
+        covered: list[int] = []
+        while len(covered) < 3:
+            assert len(chat.messages) < 300
+            _, headers = await chat.say(f"Step {len(chat.messages)}: always {long_text(len(chat.messages), 60)}")
+            if (k := int(headers.get("x-warmfold-covered", 0))) not in (0, *covered):
+                covered.append(k)
+        frame = json.loads(elements(provider.turns[-1].raw)[1])["content"]
+        said = re.findall(r'<checkpoint_said role="user" message="(\d+)">(Step \d+: )', frame)
+        assert any(int(at) < covered[0] for at, _ in said)
+        assert any(int(at) >= covered[0] for at, _ in said), "and of what came to it later"
+        for at, words in said:
+            assert chat.messages[1 + int(at)]["content"].startswith(words)
 
 
 async def test_the_mode_header_lowers_and_forces(tmp_path: Path) -> None:

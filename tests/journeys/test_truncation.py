@@ -105,7 +105,9 @@ async def test_one_warning_for_each_upstream_and_model(tmp_path: Path, caplog: p
         for model in ("one", "two", "one", "two"):
             await said(player, history(30, 400), model)
         assert noticed(player) == 4
-    assert len(warnings(caplog)) == 2
+        await said(player, history(30, 400), "m" * 300)
+        assert noticed(player) == 5
+    assert len(warnings(caplog)) == 2, "what is longer than any name is not remembered"
 
 
 async def test_a_count_that_stands_still_teaches_the_window_that_nobody_told(tmp_path: Path) -> None:

@@ -53,10 +53,10 @@ local function find(namespace)
   end)
 end
 
--- Covered and seen prefixes lie on the request's chain, and a message is left behind them.
+-- Covered and seen prefixes lie on the request's chain, and a message is left behind the covered one. Beyond either end of the chain a prefix
+-- is '', which no digest equals.
 local function covers(ref)
-  return ref.dead == 0 and ref.k >= 1 and ref.k < n and ref.k <= ref.seen_len and ref.seen_len <= n
-    and prefix(ref.k) == ref.digest_k and prefix(ref.seen_len) == ref.seen
+  return ref.dead == 0 and ref.k < n and ref.k <= ref.seen_len and prefix(ref.k) == ref.digest_k and prefix(ref.seen_len) == ref.seen
 end
 
 local function checkpoint(ref)
@@ -65,8 +65,7 @@ local function checkpoint(ref)
   if not value or not is_sealed(value, seal) then
     return nil
   end
-  local alive = string.byte(value, #seal + CHAIN + 1) == 0
-  return alive and string.sub(value, #seal + 1, #seal + CHAIN) == ref.digest_k and value or nil
+  return string.sub(value, #seal + 1, #seal + CHAIN) == ref.digest_k and value or nil
 end
 
 local function own(values)

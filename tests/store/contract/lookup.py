@@ -45,6 +45,8 @@ async def test_the_newest_that_fits_is_taken(store: Store) -> None:
     [
         ("a message is left behind it", 4, 4, 5, True),
         ("nothing is left behind it", 4, 4, 4, False),
+        ("nothing is left behind it in its own session", 6, 6, 6, False),
+        ("it has not seen all that it covers", 4, 3, 6, False),
         ("the request ends before what was seen", 4, 6, 5, False),
         ("the request ends at what was seen", 4, 6, 6, True),
     ],
@@ -126,6 +128,24 @@ async def test_foreign_checkpoints_come_longest_first_one_per_preamble_and_four_
     found = await store.recall(Client(trunk).query)
     assert found is not None
     assert [one.text for one in found.foreign] == ["c", "f"]  # c covers more than a under the same preamble
+
+
+async def test_what_was_undone_takes_no_place_from_what_stands(store: Store) -> None:
+    trunk = talk(6)
+    stands = Client((*trunk, *talk(1, "one")), lineage="one")
+    made = stands.checkpoint(4, seen_len=6, preamble=b"p1", id="stands")
+    await committed(store, stands, made)
+    other = Client((*trunk, *talk(1, "other")), lineage="other")
+    await store.save(other.saved())
+    for generation in range(1, 11):  # more than a prefix keeps
+        known = await store.session(other.id)
+        assert known is not None
+        again = other.checkpoint(4, generation=generation, seen_len=6, preamble=b"p2")
+        assert await store.commit(other.commit(known.version, again))
+        assert await store.undo(other.id, 0)
+    found = await store.recall(Client((*trunk, *talk(1, "new"))).query)
+    assert found is not None
+    assert found.foreign == (made,)
 
 
 async def test_a_prefix_keeps_a_bounded_number_of_checkpoints(store: Store, raw: Redis) -> None:
