@@ -102,6 +102,9 @@ class Shape(StrEnum):
     BRIDGED = "bridged"
 
 
+_DOUBT = 32
+"""One of so many tokens of a window is left free by a transcript: no provider has counted it yet, as it has a replay."""
+
 BRIDGE = b'{"role":"assistant","content":"Noted."}'
 
 
@@ -277,7 +280,8 @@ class Planner:
         whole = self._transcript(chosen, to)
         if not whole.entries:
             return Because.REGION_TOO_SMALL
-        most = to.window.tokens - min(self.limits.output, to.window.tokens // 4)
+        window = to.window.tokens - to.window.tokens // _DOUBT
+        most = window - min(self.limits.output, window // 4)
         text = whole.rendered(to.max_transcript_chars)
         if self._size(text) > most:
             k = self._last_fitting(chosen, whole, to, most)
@@ -288,7 +292,7 @@ class Planner:
         size = self._size(text)
         asked = transcript.prompt(self.settings.summary_prompt, text)
         key = transcript.output_key(self.warm.head + self.warm.tail, other=to.other_key)
-        output = max(16, min(self.limits.output, to.window.tokens - size))
+        output = max(16, min(self.limits.output, window - size))
         made = Replay(transcript.request(to.model, asked, key, output), (), asked)
         return Plan(chosen, Scope.REGION, chosen.k, None, made, size, size, self.limits)
 

@@ -447,9 +447,9 @@ def test_an_earlier_summary_that_fills_the_readers_window_leaves_no_room() -> No
     assert warm.applied is not None
     full = replace(warm, applied=replace(warm.applied, text="word " * 800))
     assert _plan(full, _to(window=700)) is Because.NO_ROOM
-    found, sent = _made(_plan(full, _to(window=1500)))
+    found, sent = _made(_plan(full, _to(window=2000)))
     assert found.region.k == 4
-    assert found.prompt + sent["max_tokens"] <= 1500
+    assert found.prompt + sent["max_tokens"] <= 2000
 
 
 def test_what_exceeds_the_characters_is_covered_all_the_same() -> None:
