@@ -42,7 +42,7 @@ def test_the_readme_has_two_set_up_commands_of_one_line_each() -> None:
     assert demo.startswith("python3 -m venv ")
     assert demo.endswith("/warmfold demo")
     assert tests.startswith("python3 -m venv ")
-    assert tests.endswith("/pytest")
+    assert tests.endswith("/pytest -n auto")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -633,7 +633,8 @@ async def test_a_client_that_trims_its_oldest_messages_never_gets_them_back(tmp_
             if len(line.messages) > 20:
                 del line.messages[kept : kept + 2]
         assert not any(covered(h) for h in line.seen)
-        assert 1 <= len(at.provider.compactions) <= LIMIT, "compacting for nothing ends"
+        # Before it trims for the first time the conversation is one like any other.
+        assert 1 <= len(at.provider.compactions) <= LIMIT + 1, "compacting for nothing ends"
 
 
 async def test_a_client_that_compacts_its_own_history_starts_anew(tmp_path: Path) -> None:
