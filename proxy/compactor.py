@@ -43,6 +43,16 @@ log = logging.getLogger("warmfold.compaction")
 
 LOCK_TTL_S = 20.0
 _POLL_S = 0.1
+_MECHANICAL = "mechanical"
+"""The strategy of the last resort."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """A compaction that runs, and when it began, in seconds of clock.monotonic()."""
+
+    task: asyncio.Task[Outcome]
+    began_s: float
 
 
 class Compactor:
@@ -54,16 +64,15 @@ class Compactor:
         self._summariser = Summariser(sender, metrics)
         self._tasks = tasks
         self._metrics = metrics
-        self._flights: dict[str, asyncio.Task[Outcome]] = {}
+        self._flights: dict[str, _Flight] = {}
         self._waiting: dict[str, asyncio.Task[None]] = {}
-        self._began: dict[str, float] = {}
         self.spare = Spare()
         self.economy = Economy()
         self.rest = Rest()
 
     def is_busy(self, session: str) -> bool:
         """Whether a compaction of this session runs in this worker."""
-        return session in self._flights
+        return self._flight_of(session) is not None
 
     def later(self, job: Job, settle_s: float) -> None:
         """Compact after `settle_s`; a newer job of the session replaces one that still waits, not one that runs."""
@@ -319,7 +328,7 @@ class Compactor:
 
         `counters` are those that hold after it: it is no success, so it ends no back-off.
         """
-        if job.trigger not in (Trigger.GUARD, Trigger.OVERFLOW) or job.limits.window.assumed:
+        if job.trigger not in (Trigger.GUARD, Trigger.OVERFLOW):
             return None
         region = planner.without_call()
         if isinstance(region, Because):
@@ -336,6 +345,8 @@ class Compactor:
         self, job: Job, made: Checkpoint, known: Session | None, attempt: Attempt, counters: Counters
     ) -> Outcome:
         """Make it the session's newest. A session that the store does not know has no version yet: it is committed behind its first turn."""
+        if made.strategy != _MECHANICAL:  # that one cost nothing
+            self.economy.made(job.warm.session.tenant, str(job.warm.session), job.counters.turns, clock.monotonic())
         if known is None:
             attempt = replace(attempt, outcome="made")
             self._count(job, attempt)
@@ -346,8 +357,6 @@ class Compactor:
             await self._noted(job, attempt, replace(job.counters, last_turn=job.counters.turns))
             return Outcome(made, Because.CONFLICT, False, attempt)
         self.spare.drop(job.warm.session, made)
-        if job.trigger is Trigger.SOFT:
-            self.economy.made(job.warm.session.tenant, clock.monotonic())
         await self._noted(job, attempt, counters)
         return Outcome(made, None, True, attempt)
 
@@ -422,7 +431,7 @@ def _mechanical(warm: Warm, region: Region, limits: Limits, generation: int, mad
         limits,
         generation=generation,
         scope=Scope.REGION,
-        strategy="mechanical",
+        strategy=_MECHANICAL,
         model=warm.model,
         made_at_ms=made_at_ms,
         anyway=True,

@@ -90,7 +90,6 @@ class Journey:
         talk, route, reply = sent.talk, sent.route, sent.reply
         if route.routed.applied is not None:
             self._metrics.checkpoint_applied()
-            self._compactor.economy.used(talk.lineage.id.tenant)
         seen = await self._safely(self._observer.replied(talk, reply), "beside") or Seen(reply.headers)
 
         tap = Tap(tenancy.header(reply.headers, "content-type"), tenancy.header(reply.headers, "content-encoding"))
@@ -112,11 +111,14 @@ class Journey:
             return Route(rewrite.as_sent(found.request), self._note(talk))
         applied = self._gate(talk, talk.recalled)
         spare = self._compactor.spare.of(talk.lineage.id, stored=talk.recalled is not None)
-        unsaved = self._gate(talk, Recalled(None, 0, foreign=spare)) if spare else None
+        own = self._compactor.spare.own(talk.lineage.id)
+        unsaved = self._gate(talk, Recalled(None, 0, own=own, foreign=spare)) if spare else None
         if unsaved is not None and (
             applied is None or (applied.k < unsaved.k and applied.made_at_ms <= unsaved.made_at_ms)
         ):
             applied = unsaved
+        if applied is not None:
+            self._compactor.economy.used(talk.lineage.id.tenant, applied.session)
         routed = rewrite.route(found.request, found.preamble_length, applied)
         route = Route(routed, self._note(talk), unsaved if applied is unsaved else None)
         return await self._safely(self._guard.before(talk, route), "guard") or route

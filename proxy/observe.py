@@ -138,6 +138,8 @@ class Observer:
         """What shall be done after this turn. `headers`: of the provider's answer."""
         forced = talk.mode is Mode.FORCE
         because = None if forced else self._undue(talk, route, forwarded)
+        if route.whole is not None:  # what the cut form leaves out would be lost for good
+            because = Because.NO_ROOM
         if because is not None:
             self._metrics.decision(because)
             if because is Because.BELOW_WATERMARK:
@@ -172,7 +174,8 @@ class Observer:
             applied=route.routed.applied is not None,
             root_unapplied=talk.recalled.root_unapplied if talk.recalled else 0,
         )
-        if because is None and self._compactor.economy.is_paused(talk.lineage.id.tenant, clock.monotonic()):
+        tenant, now = talk.lineage.id.tenant, clock.monotonic()
+        if because is None and self._compactor.economy.is_paused(tenant, counters.turns, now):
             because = Because.UNAPPLIED
         if because is None and self._compactor.is_busy(talk.name):
             because = Because.IN_FLIGHT

@@ -70,7 +70,7 @@ class Recovery:
             return first
         if said.limit is not None:
             self._windows.learned(talk.upstream.name, talk.conversation.request.model, said.limit, said.input_only)
-        if route.note in _TRIED:
+        if route.note in _TRIED and route.routed.applied is None:
             return first
         try:
             return await self._again(first, said)
@@ -85,7 +85,7 @@ class Recovery:
         aim = _aim(talk, said)
         if aim is None:
             return replace(first, route=replace(first.route, note=f"failed-{Because.UNSHRINKABLE}"))
-        shorter = await self._guard.shortened(talk, first.route, aim)
+        shorter = self._guard.cut(talk, await self._guard.shortened(talk, first.route, aim), aim)
         if shorter.note != aim.note:
             return replace(first, route=shorter)
         self._metrics.retried(Retry.OVERFLOW)
@@ -144,4 +144,10 @@ def _aim(talk: Talk, said: Overflow) -> Aim | None:
     reserved = 0 if said.input_only else talk.conversation.request.requested_output
     if reserved > total * _MOST_OUTPUT:
         return None
-    return Aim(Trigger.OVERFLOW, lambda prompt: prompt < talk.limits.hard and prompt + reserved <= total, "recovered")
+    # Where the newest messages reach beyond the hard watermark by themselves, it is out of reach, and the window alone counts.
+    sizes, room = talk.limits, total - reserved
+    is_within_reach = talk.least + sizes.summary // 2 + sizes.ledger < sizes.hard
+    mark = min(room, sizes.hard - 1) if is_within_reach else room
+    # Without the provider's count nobody knows how much too long it was.
+    most = mark if said.requested is None else room
+    return Aim(Trigger.OVERFLOW, lambda prompt: prompt <= mark, most, "recovered")

@@ -35,6 +35,11 @@ class Spare:
         kept = self._kept.get((session.tenant, session.root), ())
         return tuple(_owned(one, str(session)) for one in kept) if stored else kept
 
+    def own(self, session: SessionId) -> Checkpoint | None:
+        """The newest that was made for this very session: it applies though the preamble has changed since, as a clock's does."""
+        kept = self._kept.get((session.tenant, session.root), ())
+        return next((one for one in kept if one.session == str(session)), None)
+
     def drop(self, session: SessionId, checkpoint: Checkpoint) -> None:
         """Forget it, whosever it was, and what the session had before it: the store has it now, and an undo must find nothing left here."""
         root = (session.tenant, session.root)

@@ -74,10 +74,11 @@ class Route:
     """The request as it goes out, and what happened before: `note` is the value of x-warmfold-compaction.
 
     `uncommitted`: the checkpoint in it was made for a session that the store does not know yet; it is committed once the turn is saved, and
-    `attempt` noted then.
+    `attempt` noted then. `whole`: the checkpoint, where only a cut form of it stands in the request: no summariser may read that one instead.
     """
 
     routed: Routed
     note: str
     uncommitted: Checkpoint | None = None
     attempt: Attempt | None = None
+    whole: Checkpoint | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from proxy.core import anchors, checkpoint, echo, ledger
+from dataclasses import replace
+
+from proxy.core import anchors, checkpoint, echo, last_resort, ledger, tokens
 from proxy.core.checkpoint import Rejected, Summary
 from proxy.core.fingerprint import checkpoint_id
 from proxy.core.limits import Limits
@@ -13,6 +15,9 @@ from proxy.core.region import Region
 LEDGER_SHARE = 0.3
 ANCHOR_SHARE = 0.1
 """Of the region, at most: a small one must leave room to shrink."""
+
+_LEDGER_TOKENS = 36
+"""The tags around a ledger."""
 
 
 def compose(
@@ -64,4 +69,23 @@ def compose(
         made_at_ms=made_at_ms,
         anyway=anyway,
         answer=(echo.answered(answer) if answer else None) or b"",
+    )
+
+
+def cut(whole: Checkpoint, room: int, factor: float) -> Checkpoint | None:
+    """The checkpoint in at most `room` tokens (the provider's; `factor` is what it counts for one of ours), for a request whose newest messages
+    leave no more; None where that is next to nothing.
+
+    The user's own words come first, then start and end of the summary; where a ledger has no room, the task takes the summary's place. Never to be
+    stored, nor to be read by a summariser: what it leaves out would be lost to all later ones.
+    """
+    left = int(room / max(1.0, factor)) - tokens.MESSAGE_OVERHEAD
+    words = ledger.within(whole.ledger, left - tokens.of_text(checkpoint.frame("")) - _LEDGER_TOKENS)
+    task = None if words else ledger.task(whole.ledger)
+    text = last_resort.shortened(task.text if task else whole.text, left - tokens.of_text(checkpoint.frame("", words)))
+    if not (text or words):
+        return None
+    frame = checkpoint.frame(text, words)
+    return replace(
+        whole, frame=frame, checkpoint_tokens=round((tokens.of_text(frame) + tokens.MESSAGE_OVERHEAD) * factor)
     )

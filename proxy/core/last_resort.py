@@ -52,7 +52,7 @@ def summary(messages: Sequence[bytes], earlier: str, budget_tokens: int) -> Summ
     parts = [_HEAD]
     left = budget_tokens - tokens.of_text(_HEAD) - _COUNT_TOKENS
     before, omitted = _unframed(earlier)
-    if text := _within(before, int(left * _EARLIER_SHARE) - tokens.MESSAGE_OVERHEAD):
+    if text := shortened(before, int(left * _EARLIER_SHARE) - tokens.MESSAGE_OVERHEAD):
         parts.append(f"{_BEFORE}\n{text}")
         left -= tokens.of_text(text) + tokens.MESSAGE_OVERHEAD
     elif before:
@@ -83,7 +83,7 @@ def _unframed(earlier: str) -> tuple[str, int]:
     return "\n".join(line for line in lines if line and line != _BEFORE), omitted
 
 
-def _within(text: str, budget: int) -> str:
+def shortened(text: str, budget: int) -> str:
     """Start and end of a text, together at most `budget` tokens; "" where that is next to nothing."""
     if tokens.of_text(text) <= budget:
         return text

@@ -68,6 +68,9 @@ _TEMPLATE_REPEATS = 3
 _SHORT_CHARS = 200
 """A message of a template that states a constraint in so few words is taken at its word: it is a person behind a chat frontend."""
 
+_ENTRY_TOKENS = 20
+"""The tag around an entry. It counts for the budget, not for an entry's share of it: else a small budget would have no room for a rule."""
+
 _CUT = " […] "
 _CUT_TOKENS = 4
 _SCAN_CHARS = 10_000
@@ -86,9 +89,10 @@ def ledger(covered: Sequence[bytes], position: int, earlier: Sequence[Said], bud
         nonlocal left
         room = left if most is None else min(left, most)
         for entry in shelf:
-            share = int(budget_tokens * _share(entry.kind))
-            text = "" if entry.position in kept else _fitted(entry, share if most is not None else min(room, share))
-            cost = tokens.of_text(text) + tokens.MESSAGE_OVERHEAD
+            share = _share(entry.kind, budget_tokens)
+            size = share if most is not None else min(room - _ENTRY_TOKENS, share)
+            text = "" if entry.position in kept else _fitted(entry, size)
+            cost = tokens.of_text(text) + _ENTRY_TOKENS
             if text and cost <= room:
                 kept[entry.position] = Said(entry.role, entry.position, entry.kind, text)
                 room -= cost
@@ -104,6 +108,24 @@ def ledger(covered: Sequence[bytes], position: int, earlier: Sequence[Said], bud
         take(reversed(of_kind[kind]))
     take(sorted(of_kind[Kind.TEMPLATED], key=lambda entry: (not states_constraint(entry.text), -entry.position)))
     return tuple(kept[at] for at in sorted(kept))
+
+
+def within(entries: Sequence[Said], budget_tokens: int) -> tuple[Said, ...]:
+    """A ledger's entries in less room than they had. The task comes first: no other without it, and it may have more than half."""
+    kept = ledger((), 0, entries, budget_tokens)
+    whole = task(entries)
+    if whole is None:
+        return kept
+    others = [entry for entry in kept if entry.position != whole.position] if task(kept) else []
+    cost = sum(tokens.of_text(entry.text) + _ENTRY_TOKENS for entry in others)
+    text = _fitted(whole, budget_tokens - cost - _ENTRY_TOKENS)
+    first = [Said(whole.role, whole.position, whole.kind, text)] if text else []
+    return tuple(sorted((*first, *others), key=lambda entry: entry.position))
+
+
+def task(entries: Iterable[Said]) -> Said | None:
+    """The first user message of a ledger; None where it has none."""
+    return next((entry for entry in entries if entry.kind == Kind.TASK), None)
 
 
 def rendered(entries: Iterable[Said]) -> str:
@@ -185,17 +207,17 @@ def _opening(text: str) -> str:
     return re.sub(r"\d+", "0", (label[0] if label else text[:_OPENING_CHARS]).lower())
 
 
-def _share(kind: str) -> float:
+def _share(kind: str, budget: int) -> int:
+    """Tokens that the text of one entry may have."""
     if kind == Kind.TASK:
-        return _FIRST_SHARE
-    return _ENTRY_SHARE if kind in (Kind.SYSTEM, Kind.CONSTRAINT) else _PLAIN_SHARE
+        return int(budget * _FIRST_SHARE)
+    return int(budget * (_ENTRY_SHARE if kind in (Kind.SYSTEM, Kind.CONSTRAINT) else _PLAIN_SHARE))
 
 
-def _fitted(entry: Said, budget: int) -> str:
+def _fitted(entry: Said, room: int) -> str:
     """The text, whole if it fits, else those of its sentences that state constraints (for the task between its start and its end),
     else its start and its end.
     """
-    room = budget - tokens.MESSAGE_OVERHEAD
     if room <= 0:
         return ""
     if tokens.of_text(entry.text) <= room:

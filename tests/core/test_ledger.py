@@ -16,7 +16,8 @@ from proxy.core.model import Said
 from tests.core.build import elements
 from tests.strategies import LONE_SURROGATES, TEXTS, conversations, spelled
 
-OVERHEAD = tokens.MESSAGE_OVERHEAD
+TAG = 20
+"""Tokens around an entry."""
 
 
 def user(text: object) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _texts(entries: Sequence[Said]) -> list[str]:
 
 
 def _cost(entries: Sequence[Said]) -> int:
-    return sum(tokens.of_text(entry.text) + OVERHEAD for entry in entries)
+    return sum(tokens.of_text(entry.text) + TAG for entry in entries)
 
 
 def test_each_entry_says_who_where_and_why() -> None:
@@ -178,7 +179,7 @@ def test_constraints_come_before_small_talk(language: str) -> None:
         messages += [assistant(), user(f"{small[at % 4]} ({at})")]
         if at % 60 < len(rules):
             messages += [assistant(), user(rules[at])]
-    size = sum(tokens.of_text(text) + OVERHEAD for text in (TASKS[language], *rules))
+    size = sum(tokens.of_text(text) + TAG for text in (TASKS[language], *rules))
     found = _ledger(messages, size)
     assert _texts(found) == [TASKS[language], *rules]
     more = _ledger(messages, size + 60)
@@ -218,7 +219,7 @@ def _later(language: str, round_: int, kind: str) -> list[Any]:
 def test_what_was_stated_early_is_still_there_after_five_more_rounds(language: str, kind: str, slack: int) -> None:
     """Task and rules that together take half of the budget, word for word, however much is said later."""
     stated = [TASKS[language], *RULES[language]]
-    budget = 2 * sum(tokens.of_text(text) + OVERHEAD for text in stated) + slack
+    budget = 2 * sum(tokens.of_text(text) + TAG for text in stated) + slack
     opening = [m for text in stated for m in (user(text), assistant())]
     found = _five_rounds(opening, [_later(language, n, kind) for n in range(5)], budget)
     assert _texts(found)[: len(stated)] == stated
@@ -241,8 +242,8 @@ def test_whatever_is_said_later_displaces_nothing_that_was_stated_early(
 ) -> None:
     stated = [TASKS["english"], *rules]
     budget = max(
-        2 * sum(tokens.of_text(text) + OVERHEAD for text in stated),
-        4 * max(tokens.of_text(text) + OVERHEAD for text in rules),
+        2 * sum(tokens.of_text(text) + TAG for text in stated),
+        4 * max(tokens.of_text(text) + TAG for text in rules),
     )
     speak = (user, system) if with_systems else (user,)
     rounds = [[speak[at % len(speak)](text) for at, text in enumerate(texts)] for texts in later]
@@ -252,11 +253,11 @@ def test_whatever_is_said_later_displaces_nothing_that_was_stated_early(
 
 def test_of_constraints_that_have_no_room_the_oldest_and_the_newest_stay() -> None:
     messages = [user("Go."), *(user(f"Rule {at}: file number {at} must never change, in no way.") for at in range(100))]
-    found = _ledger(messages, 400)
+    found = _ledger(messages, 700)
     numbers = [entry.position - 1 for entry in found[1:]]
     assert numbers[:8] == list(range(8))
     assert numbers[-8:] == list(range(92, 100))
-    assert 0.9 * 400 < _cost(found) <= 400
+    assert 0.9 * 700 < _cost(found) <= 700
 
 
 # The order of kinds, and each one's share.
@@ -267,7 +268,7 @@ def test_the_first_message_takes_half_at_most_and_keeps_start_end_and_rules() ->
     text = f"Here is what I found. {filler * 40}Never touch prod.db. {filler * 40}Now find out why it fails, please."
     task, rule = _ledger([user(text), user("Always answer in English.")], 400)
     assert (task.kind, rule.text) == (Kind.TASK, "Always answer in English.")
-    assert 150 <= tokens.of_text(task.text) + OVERHEAD <= 200
+    assert 150 <= tokens.of_text(task.text) <= 200
     assert task.text.startswith("Here is what I found. The log")
     assert " […] Never touch prod.db. […] " in task.text
     assert task.text.endswith("Now find out why it fails, please.")
@@ -278,7 +279,7 @@ def test_a_first_message_without_rules_keeps_its_start_and_its_end() -> None:
     (task,) = _ledger([user(text)], 400)
     assert task.text.startswith("Fix this. All went")
     assert task.text.endswith("Thank you very much.")
-    assert 150 <= tokens.of_text(task.text) + OVERHEAD <= 200
+    assert 150 <= tokens.of_text(task.text) <= 200
 
 
 def test_sentences_with_constraints_are_kept_of_messages_too_long() -> None:
@@ -326,7 +327,7 @@ def test_no_single_message_takes_all() -> None:
     long = "It must never be so. " * 300
     plain = "So it went that day. " * 300
     found = _ledger([user("Go."), user(long + "1"), user(long + "2"), user(plain + "3"), user(plain + "4")], 800)
-    share = [tokens.of_text(entry.text) + OVERHEAD for entry in found]
+    share = [tokens.of_text(entry.text) for entry in found]
     assert [entry.kind for entry in found] == ["task", "constraint", "constraint", "plain", "plain"]
     assert max(share[1:3]) <= 200
     assert max(share[3:]) <= 100

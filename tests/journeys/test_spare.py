@@ -205,3 +205,17 @@ async def test_a_checkpoint_made_without_the_store_is_committed_once_it_is_back(
             assert there["x-warmfold-checkpoint"] == headers["x-warmfold-checkpoint"]
             assert there["x-warmfold-session"] == first["id"]
         assert len(provider.compactions) == 2
+
+
+async def test_a_checkpoint_of_this_very_session_stays_though_a_clock_in_the_system_prompt_goes_on(
+    tmp_path: Path,
+) -> None:
+    async with SimulatedProvider(window_tokens=WINDOW) as provider, playing(tmp_path, provider, **SMALL) as player:
+        messages = _history(WINDOW * 95 // 100)
+        await _given_up(player, provider, messages)
+        again = await player.post(_body([{"role": "system", "content": "It is 12:01."}, *messages[1:]]))
+        assert "x-warmfold-checkpoint" in again.headers
+        assert again.headers["x-warmfold-compaction"] == "none"
+        assert len(provider.compactions) == 1
+        await player.settled()
+        assert (await _summary(player, again))["id"] == again.headers["x-warmfold-checkpoint"]
