@@ -239,6 +239,11 @@ class Compactor:
                 return self._ended(job, Because.STORE)
             if await self._is_superseded(job.warm, known):
                 return self._ended(job, Because.SUPERSEDED)
+            if known is not None and job.trigger is Trigger.SOFT:
+                # Who decided may have known the session as it was before another one, beside it or in another worker, had failed.
+                because = pressure.rests(known.counters, job.limits, clock.now_ms())
+                if because is not None:
+                    return self._ended(job, because)
             if known is not None:
                 return await self._made(replace(job, counters=known.counters), known)  # as they are now, under the lock
             outcome = await self._made(job, None)

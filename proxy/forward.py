@@ -10,7 +10,7 @@ from typing import TypeVar
 from proxy import clock, tenancy
 from proxy.core import stream_usage
 from proxy.core.answer import decoded
-from proxy.core.refused import SHAPE_STATUSES, is_shape
+from proxy.core.refused import SHAPE_STATUSES, is_overflow, is_shape
 from proxy.core.rewrite import Routed
 from proxy.errors import UpstreamFailed
 from proxy.metrics import Metrics, Retry
@@ -62,12 +62,8 @@ class Forwarder:
             await reply.close()
             reply = await self._sender.send(talk.inbound, talk.upstream, plain.routed.body)
             self._metrics.retried(Retry.SHAPE)
-            if reply.status == 200:
-                log.warning(
-                    "the upstream refuses a rewritten request, its session goes on unrewritten session=%s",
-                    talk.lineage.id,
-                )
-                _bounded(self._unrewritten, talk.name, clock.monotonic() + UNREWRITTEN_S)
+            if reply.status == 200 or await _is_too_long(reply):
+                self._leave_unrewritten(talk)
             route = plain
         return reply, route, asked
 
@@ -75,6 +71,19 @@ class Forwarder:
         """The reply to another route of a request that was forwarded before: one call, as that one went in the end."""
         body = stream_usage.asking(route.routed.body) if asked else None
         return await self._sender.send(talk.inbound, talk.upstream, body or route.routed.body)
+
+    async def is_refused(self, talk: Talk, reply: Reply) -> bool:
+        """Whether the provider does not take the shape of a request that cannot go out as it came, being too long: then its session goes on unrewritten."""
+        if not await _is_refused(reply):
+            return False
+        self._leave_unrewritten(talk)
+        return True
+
+    def _leave_unrewritten(self, talk: Talk) -> None:
+        log.warning(
+            "the upstream refuses a rewritten request, its session goes on unrewritten session=%s", talk.lineage.id
+        )
+        _bounded(self._unrewritten, talk.name, clock.monotonic() + UNREWRITTEN_S)
 
     def _ask_for_usage(self, talk: Talk, routed: Routed) -> tuple[bool, bytes]:
         """Whether we ask the stream for its usage on our own account, and the body to send."""
@@ -105,6 +114,10 @@ async def _is_refused(reply: Reply) -> bool:
     if reply.status not in SHAPE_STATUSES and reply.status != 500:
         return False
     return is_shape(reply.status, await error_body(reply) or b"")
+
+
+async def _is_too_long(reply: Reply) -> bool:
+    return reply.status >= 400 and is_overflow(reply.status, await error_body(reply) or b"")
 
 
 async def error_body(reply: Reply) -> bytes | None:

@@ -90,7 +90,7 @@ class Observer:
         self._counts.seen(talk, forwarded)
         self._metrics.turn(answer.usage, applied=route.routed.applied is not None)
         talk = _counted(talk, route)
-        decision = self._decided(talk, route, forwarded, seen.headers)
+        decision = self._decided(talk, route, forwarded, seen)
         if seen.because is not None:  # before the turn is saved: a note forgets what is pending
             await self._tell(talk, seen.because, forwarded.used, seen.figures)
         pending = Pending(Trigger.SOFT, clock.now_ms()) if decision.later else None
@@ -99,13 +99,12 @@ class Observer:
         if stored and route.uncommitted is not None:
             await self._compactor.commit_later(talk.lineage.id, route.uncommitted, route.attempt, talk.lineage.counters)
         if stored and decision.job is not None:
-            await self._carry_out(talk, replace(decision, job=replace(decision.job, last=saved.turn)))
+            await self._carry_out(talk, replace(decision.job, last=saved.turn), decision)
+        elif stored and decision.because is Because.UNAPPLIED:  # no other line tells why nothing is made
+            await self._tell(talk, decision.because, forwarded.used, NO_FIGURES)
 
-    async def _carry_out(self, talk: Talk, decision: Decision) -> None:
+    async def _carry_out(self, talk: Talk, job: Job, decision: Decision) -> None:
         """Make the compaction, have it wait for the next request, or say why it waits."""
-        job = decision.job
-        if job is None:
-            return
         if decision.because is Because.OBSERVE:
             await self._compactor.observe(job)
         elif decision.because is not None:
@@ -134,8 +133,11 @@ class Observer:
             return talk
         return replace(talk, window=window, limits=limits(talk.policy, window, reasons=talk.conversation.reasons))
 
-    def _decided(self, talk: Talk, route: Route, forwarded: Forwarded, headers: Headers) -> Decision:
-        """What shall be done after this turn. `headers`: of the provider's answer."""
+    def _decided(self, talk: Talk, route: Route, forwarded: Forwarded, seen: Seen) -> Decision:
+        """What shall be done after this turn.
+
+        One that waited for this turn and found the cache cold is made right behind it: a conversation with such pauses finds it cold each time.
+        """
         forced = talk.mode is Mode.FORCE
         because = None if forced else self._undue(talk, route, forwarded)
         if route.whole is not None:  # what the cut form leaves out would be lost for good
@@ -151,12 +153,12 @@ class Observer:
         job = talk.job(warm, Trigger.FORCE if forced else Trigger.SOFT, forwarded.used)
         if forced:
             return Decision(job, None)
-        later = self._waits_for_next_turn(talk)
+        later = self._waits_for_next_turn(talk) and seen.because is not Because.COLD
         requested = talk.conversation.request.requested_output
         last_chance = pressure.is_last_chance(forwarded.used, requested, talk.limits)
         job, because = self._worth.weighed(job, _share_found(talk, forwarded, job), last_chance=last_chance)
         if because is None and not later:
-            because, figures = self._worth.barred(talk, forwarded.used, headers)
+            because, figures = self._worth.barred(talk, forwarded.used, seen.headers)
             job = replace(job, figures=_both(job.figures, figures))
         if because is None and talk.mode is Mode.OBSERVE:
             because = Because.OBSERVE
@@ -228,25 +230,32 @@ class Observer:
             return Because.COLD, Figures(idle_s=round(idle_s, 1))
         because, figures = self._worth.barred(talk, known.turn.usage.used or known.turn.weight, headers)
         if because is None:
-            figures = _both(self._figures.pop(talk.name, NO_FIGURES), figures)
+            decided = self._figures.pop(talk.name, None)
             self._told.pop(talk.name, None)
-            self._tasks.spawn(self._replay_stored(talk, known, figures), "compact-beside")
+            self._tasks.spawn(self._replay_stored(talk, known, decided, figures), "compact-beside")
         return because, figures
 
-    async def _replay_stored(self, talk: Talk, known: Session, figures: Figures) -> None:
+    async def _replay_stored(self, talk: Talk, known: Session, decided: Figures | None, of_quota: Figures) -> None:
+        """Start the compaction. `decided`: the figures that its turn's decision went by, None where this worker did not decide."""
         warm = await stored_warm(self._store, known)
         if warm is None:
             self._metrics.decision(Because.WARM_MISSING)
             return
         used = known.turn.usage.used if known.turn else None
-        warm = turn.with_answer(warm, known, talk.conversation)
-        self._compactor.start(replace(talk.job(warm, Trigger.SOFT, used), figures=figures))
+        job = talk.job(turn.with_answer(warm, known, talk.conversation), Trigger.SOFT, used)
+        if (
+            decided is None
+        ):  # by another worker, or before a restart: what its turn had found in the cache is not known here
+            decided = self._worth.weighed(job, 1.0, last_chance=True)[0].figures
+        self._compactor.start(replace(job, figures=_both(decided, of_quota)))
 
 
 def _share_found(talk: Talk, forwarded: Forwarded, job: Job) -> float:
     """Of what the provider should have had in its cache, the share that this turn found there."""
     before = talk.lineage.known.turn if talk.lineage.known is not None else None
     applied = job.warm.applied.id if job.warm.applied is not None else None
+    if before is not None and (before.upstream, before.model) != (talk.upstream.name, job.warm.model):
+        return 1.0  # each model has a cache of its own
     gap_ms = talk.started_ms - before.finished_ms if before is not None else 0
     return payback.share_found(before, forwarded.usage, applied, gap_ms, talk.policy.cache_ttl_s)
 

@@ -61,7 +61,9 @@ class Recovery:
 
     async def send(self, talk: Talk, route: Route, plain: Route) -> Sent:
         """The provider's reply to the route, or to a shorter one. Raises as Upstreams.send does."""
-        reply, route, asked = await self._forwarder.forward(talk, route, plain)
+        reply, went, asked = await self._forwarder.forward(talk, route, plain)
+        is_shape_refused = route.routed.applied is not None and went.routed.applied is None
+        route = went
         first = Sent(talk, route, reply, asked)
         if talk.mode is Mode.OBSERVE or self._forwarder.is_unrewritten(talk):
             return first
@@ -70,6 +72,8 @@ class Recovery:
             return first
         if said.limit is not None:
             self._windows.learned(talk.upstream.name, talk.conversation.request.model, said.limit, said.input_only)
+        if is_shape_refused:
+            return first  # shorter is what it was at first
         if route.note in _TRIED and route.routed.applied is None:
             return first
         try:
@@ -97,6 +101,9 @@ class Recovery:
         if await _overflow(second, looks=True) is not None:
             await reply.release()
             return replace(first, route=replace(first.route, note=f"failed-{Because.OVERFLOW}"))
+        if await self._forwarder.is_refused(talk, reply):
+            await reply.release()
+            return replace(first, route=replace(first.route, note=f"failed-{Because.STATUS}"))
         await first.reply.release()
         return second
 

@@ -22,7 +22,7 @@ SENTENCES: Final[Mapping[Because, str]] = MappingProxyType(
         Because.UNSHRINKABLE: "System prompt, tools and the newest messages alone exceed the window, and those are never covered.",
         Because.UNAPPLIED: "The last checkpoints were never used, as with a client that rewrites its history; compaction rests for a while.",
         Because.IN_FLIGHT: "Another compaction of this session is under way.",
-        Because.COLD: "The provider's cache has probably forgotten the conversation; the next turn warms it again.",
+        Because.COLD: "The provider's cache had probably forgotten the conversation; the compaction was to wait until the turn had warmed it again.",
         Because.QUOTA: "The provider reports too little quota left for a compaction call.",
         Because.PAYBACK: "The compaction would not pay for itself within compaction.max_payback_turns.",
         Because.REASONING: "Many templates drop the thoughts behind the last user message once another one follows; it waits until the client sent one.",

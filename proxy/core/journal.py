@@ -152,6 +152,10 @@ def _known_beforehand(plan: Plan, before: Before, began_ms: int) -> Miss | None:
         return Miss.OTHER_REPLICA
     if (turn.head, turn.tail) != (fingerprint.byte_hash(warm.head), fingerprint.byte_hash(warm.tail)):
         return Miss.TOOLS_CHANGED
+    if turn.preamble != tuple(map(fingerprint.byte_hash, warm.preamble)):
+        return (
+            Miss.UNKNOWN
+        )  # another system prompt: there is no word for it, and what was found is no sign of another replica
     if plan.replay.costly:
         return Miss.PARAMETER_DROPPED
     thinks = pressure.thinks_behind_user(warm.facts[: plan.read_to - warm.offset])

@@ -27,13 +27,17 @@ def due(
         return Because.UNKNOWN_USAGE
     if used < limits.soft:
         return Because.BELOW_WATERMARK
-    if now_ms < counters.not_before_ms:
-        if counters.failures:
-            return Because.BACKOFF
-        if counters.unapplied >= UNAPPLIED_LIMIT and not applied:
-            return Because.UNAPPLIED
-    if root_unapplied >= UNAPPLIED_LIMIT and not applied:
-        return Because.UNAPPLIED
+    rest = rests(counters, limits, now_ms)
+    if rest is Because.BACKOFF or applied:
+        return rest
+    paused = now_ms < counters.not_before_ms and counters.unapplied >= UNAPPLIED_LIMIT
+    return Because.UNAPPLIED if paused or root_unapplied >= UNAPPLIED_LIMIT else rest
+
+
+def rests(counters: Counters, limits: Limits, now_ms: int) -> Because | None:
+    """Why no soft compaction may be made, whatever the pressure: a pause after failures, or the distance to the last one; None: it may."""
+    if counters.failures and now_ms < counters.not_before_ms:
+        return Because.BACKOFF
     if counters.last_turn is not None and counters.turns - counters.last_turn < limits.debounce_turns:
         return Because.DEBOUNCE
     return None

@@ -104,6 +104,7 @@ APPLIED = _warm(k=2)
         pytest.param(PLAIN, _turn(PLAIN, upstream="another"), 0, "other_replica", id="another upstream"),
         pytest.param(PLAIN, _turn(PLAIN, tail=b"other"), 0, "tools_changed", id="tools behind the messages"),
         pytest.param(PLAIN, _turn(PLAIN, head=b"other"), 0, "tools_changed", id="tools in front of them"),
+        pytest.param(PLAIN, _turn(PLAIN, preamble=(b"other",)), 0, "unknown", id="another system prompt"),
         pytest.param(COSTLY, _turn(COSTLY), 0, "parameter_dropped", id="a schema was left out"),
         pytest.param(THOUGHTS, _turn(THOUGHTS), 600, "reasoning_stripped", id="thoughts behind the last user message"),
         pytest.param(COSTLY, _turn(COSTLY, ago_ms=300_001), 0, "cold", id="cold before all else"),

@@ -55,6 +55,21 @@ def test_due(used: int | None, counters: dict[str, Any], applied: bool, expected
 
 
 @pytest.mark.parametrize(
+    ("counters", "expected"),
+    [
+        pytest.param({}, None, id="never made"),
+        pytest.param({"not_before_ms": NOW + 1, "failures": 1}, Because.BACKOFF, id="after a failure"),
+        pytest.param({"not_before_ms": NOW, "failures": 1}, None, id="the pause is over"),
+        pytest.param({"not_before_ms": NOW + 1, "unapplied": 9}, None, id="that one was of use is not for this to ask"),
+        pytest.param({"turns": 7, "last_turn": 5}, Because.DEBOUNCE, id="two turns ago"),
+        pytest.param({"turns": 8, "last_turn": 5}, None, id="three turns ago"),
+    ],
+)
+def test_what_holds_whatever_the_pressure(counters: dict[str, Any], expected: Because | None) -> None:
+    assert pressure.rests(Counters(**counters), LIMITS, NOW) == expected
+
+
+@pytest.mark.parametrize(
     ("root_unapplied", "counters", "applied", "expected"),
     [
         pytest.param(1, {}, False, None, id="one unused is no habit"),

@@ -514,23 +514,28 @@ async def test_while_they_rest_an_operator_is_told_why_nothing_is_made(tmp_path:
 # A cold cache
 
 
-async def test_a_compaction_that_has_waited_until_the_cache_is_cold_waits_on(tmp_path: Path) -> None:
+async def test_a_compaction_that_has_waited_until_the_cache_is_cold_waits_for_the_turn_that_warms_it(
+    tmp_path: Path,
+) -> None:
+    """And is made right behind that one: in a conversation with such pauses the next turn would find the cache cold as well."""
     async with (
         SimulatedProvider(window_tokens=WINDOW) as provider,
         in_front_of(provider, tmp_path, when="next_turn", cache_ttl_s=AT_ONCE) as player,
     ):
         client = Client(player)
         await client.until(WINDOW * SOFT)
-        for _ in range(3):
-            got = await client.say(40)
-            assert got.headers["x-warmfold-compaction"] == "pending", "each turn decides again"
         assert not provider.compactions
-        lines = await client.journal()
-        assert reasons(lines) == [("skipped", "cold")], "one line, however many turns it waits"
-        assert lines[0]["figures"]["idle_s"] >= 0
-        while "x-warmfold-checkpoint" not in (got := await client.say()).headers:
-            assert got.status == 200
-        assert got.headers["x-warmfold-compaction"] == "inline", "a request that would not fit waits for nothing"
+        got = await client.say(40)
+        assert got.headers["x-warmfold-compaction"] == "pending"
+        (call,) = provider.compactions
+        turn = provider.turns[-1]
+        assert turn.finished is not None
+        assert call.arrived > turn.finished, "not beside the turn that found it cold"
+        assert call.cached >= 0.9 * call.prompt_tokens
+        waited, made = await client.journal()
+        assert reasons([waited, made]) == [("skipped", "cold"), ("committed", "")]
+        assert waited["figures"]["idle_s"] >= 0
+        assert "x-warmfold-checkpoint" in (await client.say()).headers
 
 
 async def test_right_after_a_turn_nothing_is_cold(tmp_path: Path) -> None:
