@@ -166,6 +166,8 @@ class _Question:
                 return Said(any_model=discovery.window_of_props(await self._get("/props")))
             case Server.KOBOLD_CPP:
                 return Said(any_model=discovery.window_of_kobold(await self._get("/api/extra/true_max_context_length")))
+            case Server.TGI:
+                return Said(any_model=discovery.window_of_tgi(await self._get("/info")))
             case Server.LM_STUDIO:
                 return Said(discovery.windows_of_lm_studio(await self._get("/api/v0/models")))
             case Server.OLLAMA:

@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from proxy import clock, tenancy
-from proxy.core import checkpoint, quota, refused
+from proxy.core import checkpoint, overflow, quota, refused, tokens
 from proxy.core.answer import decoded, parsed, read_whole
 from proxy.core.checkpoint import Rejected, Summary
-from proxy.core.model import Because, Usage
+from proxy.core.model import Because, Usage, Window
 from proxy.core.plan import Plan, Planner
 from proxy.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from proxy.job import Job
@@ -28,7 +28,6 @@ _TRY_AGAIN = frozenset(
         Because.REFUSAL,
         Because.ERROR_TEXT,
         Because.TOO_SHORT,
-        Because.TRUNCATED,
     }
 )
 """Invalid answers that a second try may mend; at most one."""
@@ -52,13 +51,14 @@ _NOT_OURS = frozenset(
 class Reading:
     """One call's result: the summary or the reason, and what the call cost. `refused`: the provider did not take the request.
 
-    `retry_after_s`: what it asked for; None where it did not say.
+    `retry_after_s`: what it asked for, and `window_tokens`: what it said of its window when the request was too long; None where it did not say.
     """
 
     verdict: Summary | Rejected
     usage: Usage
     retry_after_s: float | None = None
     refused: bool = False
+    window_tokens: int | None = None
 
 
 class Summariser:
@@ -79,11 +79,11 @@ class Summariser:
         reading = await self._ask(job, plan)
         if reading.refused:
             reading, plan, planner = await self._in_another_shape(job, plan, planner, reading)
-        verdict = reading.verdict
-        if isinstance(verdict, Rejected) and verdict.because in _TRY_AGAIN:
-            again = _with_more_room(job, plan, planner) if verdict.because is Because.TRUNCATED else plan
+        if isinstance(reading.verdict, Rejected):
+            because = reading.verdict.because
+            again = _second_try(job, plan, planner, because, reading.window_tokens)
             if again is not None:
-                self._metrics.compaction_retried(verdict.because)
+                self._metrics.compaction_retried(because)
                 reading, plan = await self._ask(job, again), again
         return reading, plan
 
@@ -126,20 +126,53 @@ class Summariser:
             return Reading(Rejected(Because.UNREACHABLE), Usage())
         if reply.status != 200:
             because = Because.RATE_LIMITED if reply.status in (429, 503) else Because.STATUS
-            if refused.is_overflow(reply.status, data):
+            too_long = overflow.of_error(reply.status, "", data)
+            if too_long is not None:
                 because = Because.OVERFLOW
             return Reading(
                 Rejected(because),
                 Usage(),
                 quota.retry_after_s(reply.headers, clock.now_ms()),
                 refused=refused.is_shape(reply.status, data),
+                window_tokens=too_long.limit if too_long is not None else None,
             )
-        return Reading(checkpoint.summary_of(parsed(data)), read_whole(data, want_text=False).usage)
+        usage = read_whole(data, want_text=False).usage
+        # Not every server counts the cached ones as a part of the prompt.
+        counted = (usage.prompt or 0) + (usage.cached or 0)
+        if overflow.silent(counted, tokens.of_text(plan.replay.instruction)):
+            # Not even our own message was read whole: a transcript lost its beginning, and its summary would stand for that as well.
+            return Reading(Rejected(Because.OVERFLOW), usage, window_tokens=usage.prompt)
+        return Reading(checkpoint.summary_of(parsed(data)), usage)
 
 
 def _whom(job: Job) -> tuple[str, str, str]:
-    """Who is asked, and in which way."""
-    return job.upstream.name, job.model, job.strategy
+    """Who is asked, and which way comes first: a replay (""), or a transcript with the output limit under the client's name."""
+    return job.upstream.name, job.model, job.transcription.output_key if job.transcription else ""
+
+
+def _second_try(job: Job, plan: Plan, planner: Planner, because: Because, window_tokens: int | None) -> Plan | None:
+    """What to ask after an answer that is no summary, once; None where that would be in vain."""
+    if because is Because.TRUNCATED:
+        return _with_more_room(job, plan, planner)
+    if because is Because.OVERFLOW:
+        return _shorter(job, plan, planner, window_tokens)
+    return plan if because in _TRY_AGAIN else None
+
+
+def _shorter(job: Job, plan: Plan, planner: Planner, window_tokens: int | None) -> Plan | None:
+    """A transcript for the window that its reader stated; where that is not less, since the reader counts more tokens than we do, half of it.
+
+    None for a replay: what it repeats was not too long a moment ago.
+    """
+    to = planner.transcription
+    if to is None:
+        return None
+    for window in (window_tokens or to.window.tokens, plan.prompt // 2):
+        narrower = replace(planner, transcription=replace(to, window=Window(window, "learned")))
+        found = narrower.plan(job.trigger, job.span)
+        if isinstance(found, Plan) and found.prompt <= plan.prompt and found.replay.body != plan.replay.body:
+            return found
+    return None
 
 
 def _with_more_room(job: Job, plan: Plan, planner: Planner) -> Plan | None:

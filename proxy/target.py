@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from proxy.config import Config, Upstream
+from proxy.config import Compaction, Config, Upstream
 from proxy.core.model import Session
-from proxy.core.transcript import Transcription
+from proxy.core.transcript import DEFAULT_OUTPUT_KEY, Transcription, output_key
 from proxy.job import Job
 from proxy.outbound import Inbound, Place
 from proxy.windows import Windows
@@ -29,23 +29,29 @@ class Targets:
         policy = job.policy
         if policy.strategy == "replay" and not policy.summary_model:
             return job
-        own = job.warm.model or (known.turn.model if known is not None and known.turn is not None else "")
-        model, upstream, window = own, job.upstream, job.limits.window
+        upstream, inbound = summaries_at(self._config, policy, job.upstream, job.inbound)
         if policy.summary_model:
             model = policy.summary_model
-            upstream = self._config.upstream_for(model)
             window = self._windows.of(upstream.name, model, self._config.compaction_for(model))
-        transcription = Transcription(model, window, policy.max_tool_result_chars, policy.max_transcript_chars)
-        inbound = job.inbound if _is_same_place(upstream, job.upstream) else _FRESH
-        return replace(job, upstream=upstream, inbound=inbound, transcription=transcription)
+        else:
+            model = job.warm.model or (known.turn.model if known is not None and known.turn is not None else "")
+            window = job.limits.window
+        # What the client calls its limit is understood where its own requests go.
+        key = output_key(job.warm.head + job.warm.tail) if inbound is job.inbound else DEFAULT_OUTPUT_KEY
+        sizes = (policy.max_tool_result_chars, policy.max_transcript_chars)
+        return replace(job, upstream=upstream, inbound=inbound, transcription=Transcription(model, window, *sizes, key))
+
+
+def summaries_at(config: Config, policy: Compaction, upstream: Upstream, inbound: Inbound) -> tuple[Upstream, Inbound]:
+    """The upstream that summaries of this upstream's conversations are asked of, and the request whose headers and query go there.
+
+    That is the client's own, `inbound`, only where both are the same place: its credentials may stand in any header or in the query.
+    """
+    asked = config.upstream_for(policy.summary_model) if policy.summary_model else upstream
+    return asked, inbound if Place.of(asked.base_url) == Place.of(upstream.base_url) else _FRESH
 
 
 def spends_our_key(config: Config, model: str) -> bool:
     """Whether a summary of this model's conversations is paid for with a key of the operator's."""
     writers = (model, config.compaction_for(model).summary_model or model)
     return any(config.upstream_for(writer).api_key_env for writer in writers)
-
-
-def _is_same_place(one: Upstream, other: Upstream) -> bool:
-    """Whether what a client sent to the one may go to the other: its credentials, which may stand in any header or in the query."""
-    return Place.of(one.base_url) == Place.of(other.base_url)

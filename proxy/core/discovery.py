@@ -21,7 +21,7 @@ MAX_TOKENS = 100_000_000
 MAX_MODELS = 4096
 MAX_NAME_LENGTH = 256
 
-_TOTAL = (
+TOTAL_KEYS = (
     "max_model_len",  # vLLM, SGLang
     "context_length",  # OpenRouter, Moonshot, Together, Fireworks, Cerebras, Xinference
     "contextLength",  # Together, Fireworks
@@ -30,13 +30,13 @@ _TOTAL = (
     "context_size",  # Novita
     "max_context_window_tokens",  # GitHub Copilot
 )
-_INPUT = (
+INPUT_KEYS = (
     "max_input_tokens",  # Anthropic, GitHub Models
     "inputTokenLimit",  # Gemini
     "max_prompt_tokens",  # GitHub Copilot
 )
 """Limits of the prompt alone: the answer does not count."""
-_INSIDE = ("top_provider", "limits", "capabilities", "metadata")
+INSIDE_KEYS = ("top_provider", "limits", "capabilities", "metadata")
 """Objects in which some keep those: OpenRouter, Cerebras, GitHub Copilot (limits within capabilities), DeepInfra."""
 
 _OLLAMA_KEYS = frozenset({"id", "object", "created", "owned_by"})
@@ -49,7 +49,8 @@ class Server(StrEnum):
     OLLAMA = "library"
     LM_STUDIO = "organization_owner"
     KOBOLD_CPP = "koboldcpp"
-    # The values are what they put into `owned_by`; Ollama does for models of its own library.
+    TGI = "text-generation-inference"
+    # The values are what they put into `owned_by`; Ollama does for models of its own library, TGI puts the model's own name there.
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,13 @@ def window_of_props(body: bytes) -> Window | None:
 def window_of_kobold(body: bytes) -> Window | None:
     """KoboldCpp's /api/extra/true_max_context_length."""
     return _said(_tokens(_object(_decoded(body)).get("value")))
+
+
+def window_of_tgi(body: bytes) -> Window | None:
+    """TGI's /info. What a prompt alone may have stands beside the total, and is mostly one token less."""
+    told = _object(_decoded(body))
+    total, prompt = _tokens(told.get("max_total_tokens")), _tokens(told.get("max_input_tokens"))
+    return _said(total) or _said(prompt, input_only=True)
 
 
 def windows_of_lm_studio(body: bytes) -> Mapping[str, Window]:
@@ -180,7 +188,7 @@ def _window(entry: Mapping[str, Any]) -> Window | None:
         return _said(_tokens(entry.get("loaded_context_length")))
     if owner == Server.LLAMA_CPP:
         return _said(_tokens(_object(entry.get("meta")).get("n_ctx")))  # n_ctx_train beside it is what it could have
-    total, prompt = _least(entry, _TOTAL), _least(entry, _INPUT)
+    total, prompt = _least(entry, TOTAL_KEYS), _least(entry, INPUT_KEYS)
     if prompt is not None and (total is None or prompt < total):
         return _said(prompt, input_only=True)
     return _said(total)
@@ -191,7 +199,7 @@ def _least(entry: Mapping[str, Any], keys: Sequence[str], depth: int = 2) -> int
     found = [_tokens(entry.get(key)) for key in keys]
     providers = entry.get("providers")  # Hugging Face
     if depth:
-        inside = [entry.get(key) for key in _INSIDE] + (providers if isinstance(providers, list) else [])
+        inside = [entry.get(key) for key in INSIDE_KEYS] + (providers if isinstance(providers, list) else [])
         found += [_least(one, keys, depth - 1) for one in inside if isinstance(one, dict)]
     return min((tokens for tokens in found if tokens is not None), default=None)
 
@@ -202,6 +210,8 @@ def _server(models: Sequence[Mapping[str, Any]], server_header: str) -> Server |
     owners = {owner for entry in models if isinstance(owner := entry.get("owned_by"), str)}
     named = next((server for server in Server if server in owners), None)
     # Models from elsewhere have another owner, but Ollama lists every name with its tag, and nothing beside it.
+    if named is None and len(models) == 1 and {models[0].get("id")} == owners:
+        return Server.TGI
     tagged = models and all(":" in str(entry.get("id")) and _OLLAMA_KEYS.issuperset(entry) for entry in models)
     return named or (Server.OLLAMA if tagged else None)
 

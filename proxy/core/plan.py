@@ -135,7 +135,8 @@ class Planner:
         """
         if self.transcription is None:
             return tuple(replace(self, shape=shape) for shape in (Shape.PLAIN, Shape.BRIDGED))
-        return (replace(self, transcription=replace(self.transcription, other_key=True)),)
+        other = transcript.other_key(self.transcription.output_key)
+        return (replace(self, transcription=replace(self.transcription, output_key=other)),)
 
     def plan(self, trigger: Trigger, span: tuple[int, int] | None = None) -> Plan | Because:
         """The compaction, or why there is none. `span`: a region an operator asked for instead of the chosen one."""
@@ -253,7 +254,7 @@ class Planner:
             warm.tail,
             answer=between,
             text=text,
-            output_tokens=max(16, min(limits.output, limits.window.tokens - asked)),
+            output_tokens=limits.output,  # there is room for it: no longer prompt comes here
             keep_response_format=self.settings.keep_response_format,
             output_key=self.output_key,
         )
@@ -291,9 +292,8 @@ class Planner:
             return Because.NO_ROOM
         size = self._size(text)
         asked = transcript.prompt(self.settings.summary_prompt, text)
-        key = transcript.output_key(self.warm.head + self.warm.tail, other=to.other_key)
-        output = max(16, min(self.limits.output, window - size))
-        made = Replay(transcript.request(to.model, asked, key, output), (), asked)
+        output = min(self.limits.output, window - size)
+        made = Replay(transcript.request(to.model, asked, to.output_key, output), (), asked)
         return Plan(chosen, Scope.REGION, chosen.k, None, made, size, size, self.limits)
 
     def _transcript(self, chosen: Region, to: Transcription) -> Transcript:

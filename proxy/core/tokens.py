@@ -35,9 +35,9 @@ _BESIDE = frozenset({"image", "images", "video", "videos", "file", "files", "att
 """Members in which clients of some servers send attachments beside the content."""
 
 # One match is about one token of a byte-pair vocabulary with 100k to 200k entries: a word up to 7 letters (longer ones and
-# camelCase split), up to three digits or marks, a line of one mark, a line break with its indent.
+# camelCase split), up to three digits or marks, a line of one mark, a line break with its indent, a run of blanks.
 _ASCII = re.compile(
-    r"\n\s*|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|([^\sA-Za-z0-9])\1{3,31}|[^\sA-Za-z0-9]{1,3}|[ \t]{2,}"
+    r"\n\s{0,31}|[A-Z]?[a-z]{1,7}|[A-Z]{1,3}|[0-9]{1,3}|([^\sA-Za-z0-9])\1{3,31}|[^\sA-Za-z0-9]{1,3}|[ \t]{2,64}"
 )
 _ASCII_ONLY = re.compile(r"[^\x00-\x7f]+")
 _LATIN = re.compile("[\u00c0-\u024f\u1e00-\u1eff]")

@@ -29,7 +29,7 @@ INSTRUCTION = (
 )
 
 DEFAULT_OUTPUT_KEY = "max_tokens"
-"""The output limit's name in most dialects, where the client sent none that would tell."""
+"""The output limit's name in most dialects, where no request tells."""
 
 _LABELS = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
 _OTHER = "Message"
@@ -57,15 +57,14 @@ _THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 class Transcription:
     """Who reads a transcript, and how much of one. `model`: "" where none is known.
 
-    `max_tool_result_chars` and `max_transcript_chars` count characters. `other_key`: the output limit under the name that it did not have
-    before, for a provider that refused the first.
+    `max_tool_result_chars` and `max_transcript_chars` count characters. `output_key`: the name of the output limit.
     """
 
     model: str
     window: Window
     max_tool_result_chars: int
     max_transcript_chars: int
-    other_key: bool = False
+    output_key: str = DEFAULT_OUTPUT_KEY
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +192,18 @@ def request(model: str, text: str, output_key: str, output_tokens: int) -> bytes
     return b'{"model":%s,"messages":[%s],%s:%d}' % (encode(model), message, encode(output_key), output_tokens)
 
 
-def output_key(frame: bytes, *, other: bool) -> str:
-    """The name of the output limit: the client's own (`frame`: its request without the messages), else the usual one. `other`: not that one."""
+def output_key(frame: bytes) -> str:
+    """The name of the output limit in a client's request, else the usual one. `frame`: the request without its messages."""
     try:
         members = {member.key for member in jsonslice.members(frame)}
     except NotSliceable:
         members = set()
-    usual = next((key for key in OUTPUT_KEYS if key in members), DEFAULT_OUTPUT_KEY)
-    return next(key for key in OUTPUT_KEYS if key != usual) if other else usual
+    return next((key for key in OUTPUT_KEYS if key in members), DEFAULT_OUTPUT_KEY)
+
+
+def other_key(key: str) -> str:
+    """The output limit's other name, for a provider that refuses the one."""
+    return next(other for other in OUTPUT_KEYS if other != key)
 
 
 def _block(entries: Sequence[str], *, whole: bool) -> str:

@@ -179,6 +179,20 @@ def test_props_tell_the_length_of_a_slot() -> None:
     assert discovery.window_of_props(body) == total(2048)
 
 
+@pytest.mark.parametrize(
+    ("told", "window"),
+    [
+        pytest.param({"max_input_tokens": 4095, "max_total_tokens": 4096}, total(4096), id="both"),
+        pytest.param({"max_total_tokens": 4096}, total(4096), id="the total"),
+        pytest.param({"max_input_tokens": 4095, "max_total_tokens": None}, of_prompt(4095), id="the prompt's"),
+        pytest.param({"model_id": "m", "max_batch_total_tokens": 4096}, None, id="neither"),
+    ],
+)
+def test_tgi_tells_the_total(told: dict[str, Any], window: Window | None) -> None:
+    assert discovery.window_of_tgi(json.dumps(told).encode()) == window
+    assert discovery.window_of_tgi(b"Not Found") is None
+
+
 def test_ollama_tells_what_is_loaded_and_not_what_was_trained() -> None:
     loaded = b'{"models":[{"name":"a:latest","model":"a:latest","context_length":8192},{"name":"b:7b","size":1}]}'
     assert discovery.windows_of_ollama_ps(loaded) == {"a:latest": total(8192), "a": total(8192)}

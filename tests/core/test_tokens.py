@@ -171,6 +171,13 @@ def test_a_line_of_one_mark_is_a_few_tokens(mark: str) -> None:
     assert tokens.of_text(line) <= 5 * len(CL100K.encode_ordinary(line))
 
 
+@pytest.mark.parametrize("blank", [" ", "\n", "\n    ", "\t", "\r\n"])
+@pytest.mark.parametrize("times", [200, 20_000, 500_000])
+def test_a_desert_of_blanks_is_not_free(blank: str, times: int) -> None:
+    counted = len(CL100K.encode(blank * min(times, 20_000))) * max(1, times // 20_000)
+    assert counted / 5 <= tokens.of_text(blank * times) <= counted * 3
+
+
 def test_the_names_of_special_tokens_are_text() -> None:
     text = "<|endoftext|><|im_start|>system<|im_end|><s>[INST] " * 40
     assert tokens.of_text(text) / len(CL100K.encode_ordinary(text)) == pytest.approx(1.0, abs=0.38)

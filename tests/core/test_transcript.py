@@ -21,7 +21,7 @@ from proxy.core.limits import INSTRUCTION_TOKENS, Limits
 from proxy.core.model import Because, Scope, Trigger, Usage, Window
 from proxy.core.plan import Plan, Planner, Warm
 from proxy.core.region import Region
-from proxy.core.transcript import INSTRUCTION, Previous, Transcript, Transcription, prompt, transcript
+from proxy.core.transcript import INSTRUCTION, Previous, Transcript, Transcription, output_key, prompt, transcript
 from tests.core.build import Policy, body_of, checkpoint, elements, limits, read, talk
 from tests.strategies import Chat, chats, conversations
 
@@ -365,17 +365,23 @@ def _judge_region(found: Plan, content: str, through: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "first", "second"),
+    ("frame", "expected"),
     [
-        ({}, "max_tokens", "max_completion_tokens"),
-        ({"max_tokens": 5}, "max_tokens", "max_completion_tokens"),
-        ({"max_completion_tokens": 5}, "max_completion_tokens", "max_tokens"),
+        (b'{"model":"m","messages":[]}', "max_tokens"),
+        (b'{"max_tokens":5,"messages":[]}', "max_tokens"),
+        (b'{"messages":[], "max_completion_tokens": 5}', "max_completion_tokens"),
+        (b"[1]", "max_tokens"),
     ],
 )
-def test_the_limit_has_the_clients_name_then_the_other_one(members: dict[str, int], first: str, second: str) -> None:
-    planner = Planner(_warm(body_of(TALK, **members)), limits(4096), Policy(), transcription=_to())
+def test_the_limit_has_the_clients_name(frame: bytes, expected: str) -> None:
+    assert output_key(frame) == expected
+
+
+@pytest.mark.parametrize("names", [("max_tokens", "max_completion_tokens"), ("max_completion_tokens", "max_tokens")])
+def test_the_limit_under_its_other_name_is_the_other_shape(names: tuple[str, str]) -> None:
+    planner = Planner(_warm(body_of(TALK)), limits(4096), Policy(), transcription=_to(output_key=names[0]))
     keys = [list(_made(one.plan(Trigger.FORCE))[1])[2] for one in (planner, *planner.others())]
-    assert keys == [first, second]
+    assert keys == list(names)
 
 
 def test_an_earlier_checkpoint_goes_along_as_a_summary_and_the_region_behind_it() -> None:
@@ -425,6 +431,13 @@ def test_a_window_that_is_too_small_for_the_region_ends_it_earlier() -> None:
     assert found.region.tokens + found.region.tail_tokens == whole.region.tokens + whole.region.tail_tokens
     assert "left out" not in sent["messages"][0]["content"]
     assert found.prompt + sent["max_tokens"] <= 1000
+
+
+def test_the_reader_may_count_more_tokens_than_we_do_but_never_is_taken_to_count_fewer() -> None:
+    warm = [_warm(body_of(TALK), factor=factor) for factor in (0.5, 1.0, 2.0)]
+    sizes = [_made(_plan(one, _to(), trigger=Trigger.MANUAL, span=(0, 4)))[0].prompt for one in warm]
+    assert sizes[0] == sizes[1]
+    assert 1.9 < sizes[2] / sizes[1] < 2.1
 
 
 def test_a_first_group_that_is_too_large_for_the_window_is_cut_from_the_front() -> None:

@@ -66,6 +66,17 @@ def test_a_stream_cut_anywhere_is_the_same_stream(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("sample", each("sse"))
+def test_each_event_of_a_stream_cut_anywhere_leaves_as_it_came(sample: Sample) -> None:
+    """Every byte of every event, whole long streams too: in front of it and behind it stand its neighbours."""
+    for at, event in enumerate(sample.events):
+        before, after = b"".join(sample.events[max(0, at - 1) : at]), b"".join(sample.events[at + 1 : at + 2])
+        data = before + event + after
+        passed = _passed(data)
+        for cut in range(len(before), len(before) + len(event)):
+            assert _passed(data[:cut], data[cut:]) == passed, (at, cut)
+
+
+@pytest.mark.parametrize("sample", each("sse"))
 def test_a_stream_broken_off_anywhere_is_complete_only_behind_its_end(sample: Sample) -> None:
     """Where it breaks off behind that, a finish reason or [DONE], an answer has been given, and only its counts may be missing."""
     data = sample.short

@@ -383,6 +383,16 @@ SHOWN = {"parameters": "num_ctx    4096", "model_info": {"llama.context_length":
             ["GET /v1/models", "GET /api/extra/true_max_context_length"],
             id="KoboldCpp",
         ),
+        pytest.param(
+            {
+                "v1__models": models({"id": "org/model", "object": "model", "created": 0, "owned_by": "org/model"}),
+                "info": says({"model_id": "org/model", "max_input_tokens": 8191, "max_total_tokens": 8192}),
+            },
+            "tgi",
+            (8192, "upstream"),
+            ["GET /v1/models", "GET /info"],
+            id="TGI, which takes any name",
+        ),
     ],
 )
 async def test_a_servers_own_api_is_asked_where_the_list_looks_like_it(
