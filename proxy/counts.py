@@ -1,11 +1,17 @@
-"""What the counts of upstreams tell about the windows of their models: how long one is at least, and that a prompt was cut without a word."""
+"""What the counts of upstreams tell about their models: how long a window is at least, that a prompt was cut without a word, and how far our
+estimates are off.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from typing import TypeVar
 
+from proxy.core import conversation as conversations
+from proxy.core import tokens
 from proxy.core.discovery import MAX_NAME_LENGTH
+from proxy.core.model import Session
 from proxy.core.truncated import Suspicion, Truncated, suspected
 from proxy.core.turn import Forwarded
 from proxy.metrics import Metrics
@@ -17,32 +23,56 @@ log = logging.getLogger("warmfold.counts")
 _MAX_MODELS = 4096
 """Model names come from clients: what we remember of them is bounded, in number and in length."""
 
+T = TypeVar("T")
+
+
+_LEARNING_TOKENS = 1024
+"""A prompt that is estimated at less teaches nothing: there a template or an image decides how far the estimate is off."""
+_NEWEST = 0.25
+"""The share of the newest count in what is known of a model: one odd conversation does not speak for all of them."""
+
 
 class Counts:
-    """Remembers of each upstream and model what is suspected, in this process."""
+    """Remembers of each upstream and model what is suspected, and how far estimates are off, in this process."""
 
     def __init__(self, windows: Windows, metrics: Metrics) -> None:
         self._windows = windows
         self._metrics = metrics
         self._suspected: OrderedDict[tuple[str, str], Suspicion] = OrderedDict()
+        self._factors: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def factor(self, upstream: str, model: str, known: Session | None) -> float:
+        """How to correct estimates of a session's next prompt: as this model's count of its last one says, else as counts of other
+        conversations with the model do; 1.0 where there are none.
+        """
+        turn = known.turn if known is not None else None
+        if turn is not None and turn.usage.prompt is not None and (turn.upstream, turn.model) == (upstream, model):
+            return conversations.factor(known)
+        return self._factors.get((upstream, model), 1.0)
 
     def seen(self, talk: Talk, forwarded: Forwarded) -> None:
         """A turn came to its end, and this is what was counted."""
         upstream, model = talk.upstream.name, talk.conversation.request.model
         if forwarded.truncated is None:
             self._windows.proved(upstream, model, talk.window, forwarded.used)
+            self._learn((upstream, model), forwarded)
         else:
             self._metrics.truncated()
             self._suspect(talk, (upstream, model), forwarded.truncated)
+
+    def _learn(self, whose: tuple[str, str], forwarded: Forwarded) -> None:
+        if forwarded.usage.prompt is None or forwarded.weight < _LEARNING_TOKENS:
+            return
+        new = tokens.calibrate(forwarded.usage.prompt, forwarded.weight)
+        old = self._factors.get(whose, new)
+        _remember(self._factors, whose, old + (new - old) * _NEWEST)
 
     def _suspect(self, talk: Talk, whose: tuple[str, str], found: Truncated) -> None:
         if len(whose[1]) > MAX_NAME_LENGTH:
             return
         before = self._suspected.get(whose)
-        now = self._suspected[whose] = suspected(before, found)
-        self._suspected.move_to_end(whose)
-        if len(self._suspected) > _MAX_MODELS:
-            self._suspected.popitem(last=False)
+        now = suspected(before, found)
+        _remember(self._suspected, whose, now)
         if before is None:
             # No model is named: names come from clients, and may be anything.
             log.warning(
@@ -55,3 +85,12 @@ class Counts:
             )
         if now.limit is not None:
             self._windows.learned(*whose, now.limit, input_only=False)
+
+
+def _remember(memory: OrderedDict[tuple[str, str], T], whose: tuple[str, str], value: T) -> None:
+    if len(whose[1]) > MAX_NAME_LENGTH:
+        return
+    memory[whose] = value
+    memory.move_to_end(whose)
+    if len(memory) > _MAX_MODELS:
+        memory.popitem(last=False)

@@ -15,6 +15,7 @@ from proxy.core.limits import Limits, limits
 from proxy.core.model import Facts, Recalled, SessionId
 from proxy.core.openai import ChatRequest
 from proxy.core.reader import Reader
+from proxy.counts import Counts
 from proxy.discovery import Discovery
 from proxy.metrics import Metrics, Recall, Unread
 from proxy.mode import Mode
@@ -38,6 +39,7 @@ class Identifier:
         store: Store,
         tenants: tenancy.Tenants,
         windows: Windows,
+        counts: Counts,
         discovery: Discovery,
         unwritten: Unwritten,
         metrics: Metrics,
@@ -46,6 +48,7 @@ class Identifier:
         self._store = store
         self._tenants = tenants
         self._windows = windows
+        self._counts = counts
         self._discovery = discovery
         self._unwritten = unwritten
         self._metrics = metrics
@@ -96,7 +99,7 @@ class Identifier:
         self._metrics.recalled(_outcome(recalled))
         recalled = self._unwritten.found(recalled, found, known)
         lineage = conversations.lineage(found, recalled)
-        factor = conversations.factor(recalled.session if recalled else None)
+        factor = self._counts.factor(upstream.name, request.model, recalled.session if recalled else None)
         return Talk(inbound, upstream, policy, mode, found, window, sizes, recalled, lineage, factor, clock.now_ms())
 
     async def _recall(self, found: Conversation) -> Recalled | None:

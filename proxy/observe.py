@@ -62,6 +62,7 @@ class Observer:
         compactor: Compactor,
         worth: Worth,
         windows: Windows,
+        counts: Counts,
         unwritten: Unwritten,
         tasks: Tasks,
         metrics: Metrics,
@@ -71,7 +72,7 @@ class Observer:
         self._compactor = compactor
         self._worth = worth
         self._windows = windows
-        self._counts = Counts(windows, metrics)
+        self._counts = counts
         self._unwritten = unwritten
         self._tasks = tasks
         self._metrics = metrics

@@ -22,6 +22,7 @@ from proxy.admin.app import admin_app
 from proxy.by_hand import ByHand
 from proxy.compactor import Compactor
 from proxy.config import Config, ConfigError, masked_url
+from proxy.counts import Counts
 from proxy.discovery import Discovery
 from proxy.forward import Forwarder
 from proxy.guard import Guard
@@ -118,9 +119,10 @@ def build_journey(
     compactor = Compactor(store, upstreams, Targets(config, windows), tasks, metrics)
     unwritten = Unwritten(store)
     discovery = Discovery(upstreams, windows, tasks)
-    identifier = Identifier(config, store, tenants, windows, discovery, unwritten, metrics)
+    counts = Counts(windows, metrics)
+    identifier = Identifier(config, store, tenants, windows, counts, discovery, unwritten, metrics)
     worth = Worth(config, prices, compactor)
-    observer = Observer(config, store, compactor, worth, windows, unwritten, tasks, metrics)
+    observer = Observer(config, store, compactor, worth, windows, counts, unwritten, tasks, metrics)
     guard, forwarder = Guard(compactor, metrics), Forwarder(upstreams, metrics)
     recovery = Recovery(forwarder, guard, windows, metrics)
     journey = Journey(config, upstreams, identifier, forwarder, guard, recovery, observer, compactor, tasks, metrics)
