@@ -61,7 +61,7 @@ class Compactor:
     def __init__(self, store: Checkpoints, sender: Sender, targets: Targets, tasks: Tasks, metrics: Metrics) -> None:
         self._store = store
         self._targets = targets
-        self._summariser = Summariser(sender, metrics)
+        self._summariser = Summariser(sender, metrics, targets)
         self._tasks = tasks
         self._metrics = metrics
         self._flights: dict[str, _Flight] = {}

@@ -55,6 +55,7 @@ class Counts:
         upstream, model = talk.upstream.name, talk.conversation.request.model
         if forwarded.truncated is None:
             self._windows.proved(upstream, model, talk.window, forwarded.used)
+            self._windows.refuted(upstream, model, talk.window, forwarded.usage.prompt)
             self._learn((upstream, model), forwarded)
         else:
             self._metrics.truncated()

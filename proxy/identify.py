@@ -7,7 +7,7 @@ import logging
 
 from proxy import clock, tenancy
 from proxy import mode as modes
-from proxy.config import Config, Upstream
+from proxy.config import Compaction, Config, Upstream
 from proxy.core import conversation as conversations
 from proxy.core import fingerprint, rewrite
 from proxy.core.conversation import Conversation
@@ -21,6 +21,7 @@ from proxy.metrics import Metrics, Recall, Unread
 from proxy.mode import Mode
 from proxy.store import Store
 from proxy.talk import Talk
+from proxy.target import summaries_at
 from proxy.unwritten import Unwritten
 from proxy.upstream import Inbound
 from proxy.windows import Windows
@@ -94,6 +95,8 @@ class Identifier:
         if found is None or (_is_too_small(found, sizes) and mode is not Mode.FORCE):
             return None
         self._discovery.ask(inbound, upstream, request.model, window)
+        if policy.summary_model:
+            self._ask_of_summaries(policy, upstream, inbound)
         self._reader.remember(found, known)
         recalled = await self._recall(found)
         self._metrics.recalled(_outcome(recalled))
@@ -101,6 +104,12 @@ class Identifier:
         lineage = conversations.lineage(found, recalled)
         factor = self._counts.factor(upstream.name, request.model, recalled.session if recalled else None)
         return Talk(inbound, upstream, policy, mode, found, window, sizes, recalled, lineage, factor, clock.now_ms())
+
+    def _ask_of_summaries(self, policy: Compaction, upstream: Upstream, inbound: Inbound) -> None:
+        """How much the summary model holds: no conversation of its own may ever ask."""
+        asked, asks = summaries_at(self._config, policy, upstream, inbound)
+        window = self._windows.of(asked.name, policy.summary_model, self._config.compaction_for(policy.summary_model))
+        self._discovery.ask(asks, asked, policy.summary_model, window)
 
     async def _recall(self, found: Conversation) -> Recalled | None:
         """What the store knows. A checkpoint that what came later speaks against is buried: the one before stands."""

@@ -67,7 +67,7 @@ class Recovery:
         first = Sent(talk, route, reply, asked)
         if talk.mode is Mode.OBSERVE or self._forwarder.is_unrewritten(talk):
             return first
-        said = await _overflow(first, looks=talk.estimate(route.routed.applied) >= talk.limits.soft)
+        said = await self._said(first, looks=talk.estimate(route.routed.applied) >= talk.limits.soft)
         if said is None:
             return first
         if said.limit is not None:
@@ -82,6 +82,15 @@ class Recovery:
             log.error("recovery failed: %s; the client gets the provider's error", type(error).__name__)
             self._metrics.step_failed("recover")
             return first
+
+    async def _said(self, sent: Sent, *, looks: bool) -> Overflow | None:
+        """What the provider says of the context length; None also where what it says cannot be read."""
+        try:
+            return await _overflow(sent, looks=looks)
+        except Exception as error:
+            log.error("an answer cannot be read: %s; it goes on as it came", type(error).__name__)
+            self._metrics.step_failed("recover")
+            return None
 
     async def _again(self, first: Sent, said: Overflow) -> Sent:
         """What came of the request made shorter; the first reply where it cannot be, or is still too long."""
@@ -98,7 +107,7 @@ class Recovery:
         except UpstreamFailed:
             return replace(first, route=replace(first.route, note=f"failed-{Because.UNREACHABLE}"))
         second = Sent(talk, shorter, reply, first.asked)
-        if await _overflow(second, looks=True) is not None:
+        if await self._said(second, looks=True) is not None:
             await reply.release()
             return replace(first, route=replace(first.route, note=f"failed-{Because.OVERFLOW}"))
         if await self._forwarder.is_refused(talk, reply):

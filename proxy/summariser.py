@@ -14,6 +14,7 @@ from proxy.core.plan import Plan, Planner
 from proxy.errors import UpstreamBroken, UpstreamTimeout, UpstreamUnreachable
 from proxy.job import Job
 from proxy.metrics import Metrics
+from proxy.target import Targets
 from proxy.upstream import Sender
 
 MAX_ANSWER_BYTES = 4 * 1024 * 1024
@@ -64,9 +65,10 @@ class Reading:
 class Summariser:
     """One per worker: it remembers which shape of a call an upstream takes."""
 
-    def __init__(self, sender: Sender, metrics: Metrics) -> None:
+    def __init__(self, sender: Sender, metrics: Metrics, targets: Targets) -> None:
         self._sender = sender
         self._metrics = metrics
+        self._targets = targets
         self._taken: dict[tuple[str, str, str], int] = {}
 
     def planner(self, job: Job) -> Planner:
@@ -129,6 +131,7 @@ class Summariser:
             too_long = overflow.of_error(reply.status, "", data)
             if too_long is not None:
                 because = Because.OVERFLOW
+                self._targets.taught(job, too_long)
             return Reading(
                 Rejected(because),
                 Usage(),

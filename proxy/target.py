@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from proxy.config import Compaction, Config, Upstream
 from proxy.core.model import Session
+from proxy.core.overflow_text import Overflow
 from proxy.core.transcript import DEFAULT_OUTPUT_KEY, Transcription, output_key
 from proxy.job import Job
 from proxy.outbound import Inbound, Place
@@ -40,6 +41,11 @@ class Targets:
         key = output_key(job.warm.head + job.warm.tail) if inbound is job.inbound else DEFAULT_OUTPUT_KEY
         sizes = (policy.max_tool_result_chars, policy.max_transcript_chars)
         return replace(job, upstream=upstream, inbound=inbound, transcription=Transcription(model, window, *sizes, key))
+
+    def taught(self, job: Job, said: Overflow) -> None:
+        """Remember what whoever was asked said of their window when the call was too long."""
+        if said.limit is not None:
+            self._windows.learned(job.upstream.name, job.model, said.limit, said.input_only)
 
 
 def summaries_at(config: Config, policy: Compaction, upstream: Upstream, inbound: Inbound) -> tuple[Upstream, Inbound]:

@@ -15,6 +15,9 @@ from proxy.config import ASSUMED_WINDOW_TOKENS, Compaction
 from proxy.core.discovery import MAX_NAME_LENGTH, MAX_TOKENS, Said
 from proxy.core.model import Window
 
+MIN_TOKENS = 256
+"""No model has a shorter window: what an error states below that is something else."""
+
 Listed = Callable[[str, str], Window | None]
 """The window of a model on an upstream (both by name) by a price list; None: not listed, or not certain."""
 
@@ -58,13 +61,18 @@ class Windows:
 
     def learned(self, upstream: str, model: str, limit: int, input_only: bool) -> None:
         """An overflow error stated the limit: of the prompt alone (`input_only`), or of prompt and answer together."""
-        if 0 < limit <= MAX_TOKENS:
+        if MIN_TOKENS <= limit <= MAX_TOKENS:
             _remember(self._lessons, (upstream, model), (Window(limit, "learned", input_only), clock.monotonic()))
 
     def proved(self, upstream: str, model: str, window: Window, used: int | None) -> None:
         """A request of `used` tokens succeeded: an assumed window is at least that long."""
         if used is not None and window.assumed and used > window.tokens:
             _remember(self._proven, (upstream, model), used * 2)
+
+    def refuted(self, upstream: str, model: str, window: Window, prompt: int | None) -> None:
+        """The provider has taken a prompt of so many tokens: an error that taught a shorter window was wrong."""
+        if prompt is not None and window.origin == "learned" and prompt > window.tokens:
+            self._lessons.pop((upstream, model), None)
 
     def _lesson(self, upstream: str, model: str) -> Window | None:
         window, since = self._lessons.get((upstream, model), (None, 0.0))

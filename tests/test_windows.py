@@ -82,6 +82,21 @@ def test_an_assumed_window_rises_above_what_succeeded_and_no_other_does() -> Non
     assert of(windows) == Window(7000, "upstream")
 
 
+def test_a_lesson_that_a_longer_prompt_refutes_is_forgotten_and_an_absurd_one_not_learned() -> None:
+    windows = Windows()
+    windows.learned("u", "m", 1, input_only=False)
+    assert of(windows) == Window(32_000, "assumed")
+    windows.learned("u", "m", 6000, input_only=False)
+    for prompt in (None, 6000):
+        windows.refuted("u", "m", of(windows), prompt)
+    assert of(windows) == Window(6000, "learned")
+    windows.refuted("u", "m", of(windows), 6001)
+    assert of(windows) == Window(32_000, "assumed")
+    windows.said("u", said(7000))
+    windows.refuted("u", "m", of(windows), 50_000)
+    assert of(windows) == Window(7000, "upstream")
+
+
 def test_what_clients_name_is_remembered_within_bounds() -> None:
     windows = Windows()
     for number in range(5000):

@@ -21,6 +21,9 @@ MAX_TOKENS = 100_000_000
 MAX_MODELS = 4096
 MAX_NAME_LENGTH = 256
 
+_MAX_PROVIDERS = 16
+"""Of one model, in a list of many: it is read on the event loop."""
+
 TOTAL_KEYS = (
     "max_model_len",  # vLLM, SGLang
     "context_length",  # OpenRouter, Moonshot, Together, Fireworks, Cerebras, Xinference
@@ -199,7 +202,8 @@ def _least(entry: Mapping[str, Any], keys: Sequence[str], depth: int = 2) -> int
     found = [_tokens(entry.get(key)) for key in keys]
     providers = entry.get("providers")  # Hugging Face
     if depth:
-        inside = [entry.get(key) for key in INSIDE_KEYS] + (providers if isinstance(providers, list) else [])
+        inside = [entry.get(key) for key in INSIDE_KEYS]
+        inside += providers[:_MAX_PROVIDERS] if isinstance(providers, list) else []
         found += [_least(one, keys, depth - 1) for one in inside if isinstance(one, dict)]
     return min((tokens for tokens in found if tokens is not None), default=None)
 

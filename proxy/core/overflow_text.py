@@ -183,7 +183,8 @@ def is_too_large(text: str) -> bool:
 def tokens(stated: object) -> int | None:
     """A number of tokens, from JSON or as written in a sentence; None where it cannot be one."""
     if isinstance(stated, str):
-        return tokens(int(stated.replace(",", "")))
+        digits = stated.replace(",", "")
+        return tokens(int(digits)) if len(digits) <= 16 and digits.isascii() and digits.isdigit() else None
     if isinstance(stated, bool) or not isinstance(stated, int):
         return None
     return stated if 0 < stated <= _MAX_TOKENS else None

@@ -11,6 +11,8 @@ _OPEN_THOUGHT = re.compile(rf"\s*[<\[◁]({_THOUGHT})[>\]▷]", re.IGNORECASE)
 _OPEN_ANYWHERE = re.compile(rf"[<\[◁]{_THOUGHT}[>\]▷]", re.IGNORECASE)
 _CLOSE_THOUGHT = re.compile(rf"[<\[◁]/{_THOUGHT}[>\]▷]", re.IGNORECASE)
 
+_MAX_BLOCKS = 64
+
 
 def without_thoughts(raw: str, headings: Sequence[str] = ()) -> str:
     """The text behind its leading thoughts; "" where they never end. `headings`: those that the text was asked for, in their order.
@@ -19,14 +21,18 @@ def without_thoughts(raw: str, headings: Sequence[str] = ()) -> str:
     starts inside the block, and a closing tag without an opening one ends it.
     """
     text = raw
-    while opening := _OPEN_THOUGHT.match(text):
+    for _ in range(_MAX_BLOCKS):
+        opening = _OPEN_THOUGHT.match(text)
+        if opening is None:
+            break
         closing = re.compile(rf"[<\[◁]/{opening[1]}[>\]▷]", re.IGNORECASE).search(text, opening.end())
         if closing is None:
             return ""
         text = text[closing.end() :]
-    while (stray := _CLOSE_THOUGHT.search(text)) and _ends_thoughts(
-        text[: stray.start()], text[stray.end() :], headings
-    ):
+    for _ in range(_MAX_BLOCKS):
+        stray = _CLOSE_THOUGHT.search(text)
+        if stray is None or not _ends_thoughts(text[: stray.start()], text[stray.end() :], headings):
+            break
         text = text[stray.end() :]
     return text.strip()
 

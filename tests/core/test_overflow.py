@@ -680,3 +680,11 @@ def test_recorded_answers(sample: Path) -> None:
     assert (overflow.of_error(about["status"], kind, data) is not None) == is_one
     if about["kind"] == "sse":
         assert [overflow.of_event(event) for event in events(data)] == [None] * len(list(events(data)))
+
+
+@pytest.mark.parametrize("stated", ["abc", "", "4,096 tokens", "9" * 5000, "٣٤", "-1", "1e3"])
+def test_a_length_that_is_no_number_is_none(stated: str) -> None:
+    error = {"code": "context_length_exceeded", "message": "too long", "n_ctx": stated, "n_prompt_tokens": stated}
+    found = overflow.of_error(400, "application/json", json.dumps({"error": error}).encode())
+    assert found is not None
+    assert (found.limit, found.requested) == (None, None)

@@ -62,21 +62,28 @@ async def _two(
     key: str = "",
     own_key: str = "",
     writers: int | None = None,
+    conversations: int | None = None,
     **compaction: Any,
 ) -> AsyncIterator[Player]:
-    """A proxy whose summaries are written by the model `writer`, at an upstream of its own; `writers`: its window.
+    """A proxy whose summaries are written by the model `writer`, at an upstream of its own; `writers`: its window. `conversations`: the window of
+    theirs, where it shall not be the writer's as well.
 
     The operator's keys: `key` for the writer's upstream, `own_key` for that of the conversations; "": none.
     """
     file = tmp / "two.toml"
-    keys = {"max_context_tokens": WINDOW, "when": "after_turn", "summary_model": "writer", **compaction}
+    keys = {"when": "after_turn", "summary_model": "writer", **compaction}
+    if conversations is None:
+        keys.setdefault("max_context_tokens", WINDOW)
+    rules = {"writer": writers, "demo-model": conversations}
     file.write_text(
         f'[upstream]\nbase_url = "{own.base_url}"\napi_key_env = "{"OWN_KEY" if own_key else ""}"\n'
         '[[upstreams]]\nname = "writers"\nmatch = "writer"\n'
         f'base_url = "{other_url}"\napi_key_env = "{"WRITERS_KEY" if key else ""}"\n[server]\nport = 0\n[admin]\nport = 0\n'
         f'[store]\ndata_dir = "{tmp / "store"}"\ntimeout_ms = 2000\n[compaction]\n'
         + "".join(f"{name} = {json.dumps(value)}\n" for name, value in keys.items())
-        + (f'[[models]]\nmatch = "writer"\nmax_context_tokens = {writers}\n' if writers else "")
+        + "".join(
+            f'[[models]]\nmatch = "{name}"\nmax_context_tokens = {size}\n' for name, size in rules.items() if size
+        )
     )
     running = await start(load(file, {"WRITERS_KEY": key, "OWN_KEY": own_key}, {}))
     try:
@@ -576,3 +583,18 @@ async def test_what_exceeds_a_smaller_models_window_is_read_in_passes(tmp_path: 
         assert all(after[0] == before[-1] + 1 for before, after in pairwise(read)), "each goes on where the last ended"
         assert all(f'through_sequence="{before[-1]}"' in text for before, text in zip(read, texts[1:], strict=False))
         assert int(got.headers["x-warmfold-covered"]) == read[-1][-1] + 1
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_how_much_a_reader_holds_is_asked_of_it_and_else_learned(tmp_path: Path, listed: bool) -> None:
+    """Where nobody has configured it. No conversation goes to it, which would have asked."""
+    async with (
+        SimulatedProvider(window_tokens=20_000) as provider,
+        SimulatedProvider(models=("writer",), window_tokens=3000, window_listed=listed) as writers,
+        _two(tmp_path, provider, writers.base_url, conversations=20_000) as player,
+    ):
+        client = Client(player)
+        client.messages += [m for at in range(60) for m in (user(("l", at), 100), assistant(("l", at), 60))]
+        await _until_asked(client, writers, 3)
+        assert [call.status for call in writers.calls] == ([200] * 3 if listed else [400, 200, 200])
+        assert all("player" not in str(call.headers) for call in (*writers.calls, *writers.others))
