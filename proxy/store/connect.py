@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,10 +12,11 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
 from proxy.config import ConfigError, Fault
 from proxy.config.kinds import masked_url
-from proxy.store import Store
+from proxy.store import Store, keys
 from proxy.store.embedded import DirectoryRefused, EmbeddedServer, Unsupported
 from proxy.store.line import Line
 from proxy.store.redis import RedisStore
@@ -36,6 +39,8 @@ _OURS: dict[str, Any] = {
     "client_name": "warmfold",
     "driver_info": None,
 }
+
+_UNLOCK_S = 2.0
 
 _PLAIN = ("redis://", "rediss://", "unix://")
 
@@ -82,7 +87,18 @@ async def start_embedded(settings: Settings) -> EmbeddedServer:
         raise _refused("data_dir", str(server.data_dir), str(refused)) from None
     except Unsupported as unsupported:
         raise _refused("url", "embedded:", f"the URL of a Redis or Valkey server ({unsupported})") from None
+    await _unlocked(server.url)
     return server
+
+
+async def _unlocked(url: str) -> None:
+    """Remove the locks of a process that is gone: nobody else had this server, and the first request would wait until they run out."""
+    server = client(url)
+    with suppress(RedisError, OSError, TimeoutError):
+        async with asyncio.timeout(_UNLOCK_S):
+            async for name in server.scan_iter(match=keys.LOCKS, count=1000):
+                await server.unlink(name)
+    await server.aclose(close_connection_pool=True)
 
 
 def _store(url: str, settings: Settings, count: Count, server: EmbeddedServer | None) -> RedisStore:

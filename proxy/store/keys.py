@@ -15,6 +15,8 @@ SCHEMA = "1"
 SECRET = b"wf:secret"
 SESSIONS = "wf:{*}:s:*"
 """Glob of all session records."""
+LOCKS = "wf:{*}:l:*"
+"""Glob of the locks of compactions under way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,28 @@ async def _has_none(directory: Path) -> bool:
     return not _servers_in(directory)
 
 
+async def test_the_locks_of_a_process_that_is_gone_are_gone_too(tmp_path: Path) -> None:
+    """Nobody else has the server: the first request of their conversations would wait until they run out."""
+    saved = Client(talk(4)).saved()
+    store = await open_store(_settings(tmp_path / "data"), Troubles())
+    assert await store.save(saved)
+    async with (
+        Redis.from_url(f"unix://{tmp_path / 'data' / 'valkey.sock'}") as raw,
+        store.flight(saved.session, 20.0) as mine,
+    ):
+        assert mine
+        (name,) = await raw.keys("wf:{*}:l:*")
+        left = await raw.dump(name)
+    async with Redis.from_url(f"unix://{tmp_path / 'data' / 'valkey.sock'}") as raw:
+        await raw.restore(name, 60_000, left)  # as kill -9 leaves it
+    assert await store.is_in_flight(saved.session)
+    await store.close()
+    store = await open_store(_settings(tmp_path / "data"), Troubles())
+    assert await store.is_in_flight(saved.session) is False
+    assert await store.session(saved.session) is not None
+    await store.close()
+
+
 async def test_a_stale_socket_and_lock_are_no_obstacle(tmp_path: Path) -> None:
     directory = tmp_path / "data"
     store = await open_store(_settings(directory), Troubles())
