@@ -67,7 +67,11 @@ class Recovery:
         first = Sent(talk, route, reply, asked)
         if talk.mode is Mode.OBSERVE or self._forwarder.is_unrewritten(talk):
             return first
-        said = await self._said(first, looks=talk.estimate(route.routed.applied) >= talk.limits.soft)
+        try:
+            said = await self._said(first, looks=talk.estimate(route.routed.applied) >= talk.limits.soft)
+        except BaseException:  # the client hung up while its first event was waited for: nobody else closes it yet
+            await reply.close()
+            raise
         if said is None:
             return first
         if said.limit is not None:
