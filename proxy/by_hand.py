@@ -43,7 +43,7 @@ class ByHand:
             return CompactAnswer("skipped", Because.WARM_MISSING, None, None)
         if self._compactor.is_busy(str(session)):
             return CompactAnswer("skipped", Because.IN_FLIGHT, None, None)
-        window = self._windows.of(upstream.name, known.turn.model, policy)
+        window = self._windows.of(upstream.name, known.turn.model, policy, tenant=session.tenant)
         sizes = limits(policy, window, reasons=any(f.reasoning for f in warm.facts))
         headers = (("Content-Type", "application/json"), *((("Authorization", credential),) if credential else ()))
         inbound = Inbound(method="POST", target="/v1/chat/completions", headers=headers, body=b"")

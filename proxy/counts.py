@@ -55,7 +55,7 @@ class Counts:
         upstream, model = talk.upstream.name, talk.conversation.request.model
         if forwarded.truncated is None:
             self._windows.proved(upstream, model, talk.window, forwarded.used)
-            self._windows.refuted(upstream, model, talk.window, forwarded.usage.prompt)
+            self._windows.refuted(upstream, model, talk.window, forwarded.usage.prompt, tenant=talk.lineage.id.tenant)
             self._learn((upstream, model), forwarded)
         else:
             self._metrics.truncated()
@@ -85,7 +85,7 @@ class Counts:
                 talk.name,
             )
         if now.limit is not None:
-            self._windows.learned(*whose, now.limit, input_only=False)
+            self._windows.learned(*whose, now.limit, input_only=False, tenant=talk.lineage.id.tenant)
 
 
 def _remember(memory: OrderedDict[tuple[str, str], T], whose: tuple[str, str], value: T) -> None:

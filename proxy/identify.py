@@ -90,13 +90,13 @@ class Identifier:
         found = conversations.read(
             request, facts, tenant, fingerprint.explicit(self._explicit_id(inbound, request)), known
         )
-        window = self._windows.of(upstream.name, request.model, policy)
+        window = self._windows.of(upstream.name, request.model, policy, tenant=tenant)
         sizes = limits(policy, window, reasons=found.reasons if found else False)
         if found is None or (_is_too_small(found, sizes) and mode is not Mode.FORCE):
             return None
         self._discovery.ask(inbound, upstream, request.model, window)
         if policy.summary_model:
-            self._ask_of_summaries(policy, upstream, inbound)
+            self._ask_of_summaries(policy, upstream, inbound, tenant)
         self._reader.remember(found, known)
         recalled = await self._recall(found)
         self._metrics.recalled(_outcome(recalled))
@@ -105,10 +105,11 @@ class Identifier:
         factor = self._counts.factor(upstream.name, request.model, recalled.session if recalled else None)
         return Talk(inbound, upstream, policy, mode, found, window, sizes, recalled, lineage, factor, clock.now_ms())
 
-    def _ask_of_summaries(self, policy: Compaction, upstream: Upstream, inbound: Inbound) -> None:
+    def _ask_of_summaries(self, policy: Compaction, upstream: Upstream, inbound: Inbound, tenant: str) -> None:
         """How much the summary model holds: no conversation of its own may ever ask."""
         asked, asks = summaries_at(self._config, policy, upstream, inbound)
-        window = self._windows.of(asked.name, policy.summary_model, self._config.compaction_for(policy.summary_model))
+        own = self._config.compaction_for(policy.summary_model)
+        window = self._windows.of(asked.name, policy.summary_model, own, tenant=tenant)
         self._discovery.ask(asks, asked, policy.summary_model, window)
 
     async def _recall(self, found: Conversation) -> Recalled | None:

@@ -129,7 +129,9 @@ class Observer:
 
     def _measured(self, talk: Talk) -> Talk:
         """With the window as it is known by now: the upstream may have told it while it was answering, or an error taught it."""
-        window = self._windows.of(talk.upstream.name, talk.conversation.request.model, talk.policy)
+        window = self._windows.of(
+            talk.upstream.name, talk.conversation.request.model, talk.policy, tenant=talk.lineage.id.tenant
+        )
         if window == talk.window:
             return talk
         return replace(talk, window=window, limits=limits(talk.policy, window, reasons=talk.conversation.reasons))

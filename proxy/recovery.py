@@ -75,7 +75,13 @@ class Recovery:
         if said is None:
             return first
         if said.limit is not None:
-            self._windows.learned(talk.upstream.name, talk.conversation.request.model, said.limit, said.input_only)
+            self._windows.learned(
+                talk.upstream.name,
+                talk.conversation.request.model,
+                said.limit,
+                said.input_only,
+                tenant=talk.lineage.id.tenant,
+            )
         if is_shape_refused:
             return first  # shorter is what it was at first
         if route.note in _TRIED and route.routed.applied is None:

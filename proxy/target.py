@@ -33,7 +33,8 @@ class Targets:
         upstream, inbound = summaries_at(self._config, policy, job.upstream, job.inbound)
         if policy.summary_model:
             model = policy.summary_model
-            window = self._windows.of(upstream.name, model, self._config.compaction_for(model))
+            own = self._config.compaction_for(model)
+            window = self._windows.of(upstream.name, model, own, tenant=job.warm.session.tenant)
         else:
             model = job.warm.model or (known.turn.model if known is not None and known.turn is not None else "")
             window = job.limits.window
@@ -45,7 +46,8 @@ class Targets:
     def taught(self, job: Job, said: Overflow) -> None:
         """Remember what whoever was asked said of their window when the call was too long."""
         if said.limit is not None:
-            self._windows.learned(job.upstream.name, job.model, said.limit, said.input_only)
+            tenant = job.warm.session.tenant
+            self._windows.learned(job.upstream.name, job.model, said.limit, said.input_only, tenant=tenant)
 
 
 def summaries_at(config: Config, policy: Compaction, upstream: Upstream, inbound: Inbound) -> tuple[Upstream, Inbound]:

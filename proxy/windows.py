@@ -27,6 +27,7 @@ LESSON_S = 86_400.0
 _MAX_MODELS = 4096
 """Model names come from clients: what we remember of them is bounded, in number and in length."""
 
+K = TypeVar("K", bound=tuple[str, ...])
 T = TypeVar("T")
 
 
@@ -41,14 +42,14 @@ class Windows:
         self._listed = listed
         self._lesson_s = lesson_s
         self._said: dict[str, Said] = {}
-        self._lessons: OrderedDict[tuple[str, str], tuple[Window, float]] = OrderedDict()
+        self._lessons: OrderedDict[tuple[str, str, str], tuple[Window, float]] = OrderedDict()
         self._proven: OrderedDict[tuple[str, str], int] = OrderedDict()
 
-    def of(self, upstream: str, model: str, policy: Compaction) -> Window:
-        """The window of a model on an upstream, now: it may be another one at the next request."""
+    def of(self, upstream: str, model: str, policy: Compaction, *, tenant: str) -> Window:
+        """The window of a model on an upstream, for a tenant's request, now: it may be another one at the next request."""
         if policy.max_context_tokens is not None:
             return Window(policy.max_context_tokens, "config")
-        said, lesson = self._said.get(upstream, Said()).of(model), self._lesson(upstream, model)
+        said, lesson = self._said.get(upstream, Said()).of(model), self._lesson(upstream, model, tenant)
         if said is not None and lesson is not None and lesson.input_only and not said.input_only:
             # No contradiction: one limits prompt and answer together, the other the prompt alone.
             return lesson if lesson.tokens < said.tokens else said
@@ -59,27 +60,31 @@ class Windows:
         """What the upstream says of its models."""
         self._said[upstream] = self._said.get(upstream, Said()).then(said)
 
-    def learned(self, upstream: str, model: str, limit: int, input_only: bool) -> None:
-        """An overflow error stated the limit: of the prompt alone (`input_only`), or of prompt and answer together."""
+    def learned(self, upstream: str, model: str, limit: int, input_only: bool, *, tenant: str) -> None:
+        """An overflow error stated the limit: of the prompt alone (`input_only`), or of prompt and answer together.
+
+        It counts for the tenant that got it: errors quote what a client wrote, and nobody's words may shorten the window of others.
+        """
         if MIN_TOKENS <= limit <= MAX_TOKENS:
-            _remember(self._lessons, (upstream, model), (Window(limit, "learned", input_only), clock.monotonic()))
+            lesson = Window(limit, "learned", input_only), clock.monotonic()
+            _remember(self._lessons, (upstream, model, tenant), lesson)
 
     def proved(self, upstream: str, model: str, window: Window, used: int | None) -> None:
         """A request of `used` tokens succeeded: an assumed window is at least that long."""
         if used is not None and window.assumed and used > window.tokens:
             _remember(self._proven, (upstream, model), used * 2)
 
-    def refuted(self, upstream: str, model: str, window: Window, prompt: int | None) -> None:
+    def refuted(self, upstream: str, model: str, window: Window, prompt: int | None, *, tenant: str) -> None:
         """The provider has taken a prompt of so many tokens: an error that taught a shorter window was wrong."""
         if prompt is not None and window.origin == "learned" and prompt > window.tokens:
-            self._lessons.pop((upstream, model), None)
+            self._lessons.pop((upstream, model, tenant), None)
 
-    def _lesson(self, upstream: str, model: str) -> Window | None:
-        window, since = self._lessons.get((upstream, model), (None, 0.0))
+    def _lesson(self, upstream: str, model: str, tenant: str) -> Window | None:
+        window, since = self._lessons.get((upstream, model, tenant), (None, 0.0))
         return window if clock.monotonic() - since < self._lesson_s else None
 
 
-def _remember(memory: OrderedDict[tuple[str, str], T], key: tuple[str, str], value: T) -> None:
+def _remember(memory: OrderedDict[K, T], key: K, value: T) -> None:
     if len(key[1]) > MAX_NAME_LENGTH:
         return
     memory[key] = value

@@ -24,7 +24,7 @@ LISTED = Window(64_000, "pricelist")
 
 
 def of(windows: Windows, model: str = "m", upstream: str = "u", policy: Compaction = OPEN) -> Window:
-    return windows.of(upstream, model, policy)
+    return windows.of(upstream, model, policy, tenant="t")
 
 
 def said(tokens: int, model: str = "m", *, input_only: bool = False) -> Said:
@@ -34,7 +34,7 @@ def said(tokens: int, model: str = "m", *, input_only: bool = False) -> Said:
 def test_each_is_believed_before_the_next() -> None:
     windows = Windows(lambda upstream, model: LISTED if (upstream, model) == ("u", "m") else None)
     assert of(windows) == LISTED
-    windows.learned("u", "m", 9000, input_only=False)
+    windows.learned("u", "m", 9000, input_only=False, tenant="t")
     assert of(windows) == Window(9000, "learned")
     windows.said("u", said(7000))
     assert of(windows) == Window(7000, "upstream")
@@ -46,27 +46,27 @@ def test_each_is_believed_before_the_next() -> None:
 def test_a_limit_of_the_prompt_that_an_error_taught_holds_beside_the_upstreams_total() -> None:
     windows = Windows()
     windows.said("u", said(400_000))
-    windows.learned("u", "m", 272_000, input_only=True)
+    windows.learned("u", "m", 272_000, input_only=True, tenant="t")
     assert of(windows) == Window(272_000, "learned", input_only=True)
-    windows.learned("u", "m", 300_000, input_only=False)
+    windows.learned("u", "m", 300_000, input_only=False, tenant="t")
     assert of(windows) == Window(400_000, "upstream"), "two totals: the upstream's own word counts"
-    windows.learned("u", "m", 500_000, input_only=True)
+    windows.learned("u", "m", 500_000, input_only=True, tenant="t")
     assert of(windows) == Window(400_000, "upstream"), "the smaller limit is the one that is met first"
     windows.said("u", said(200_000, input_only=True))
-    windows.learned("u", "m", 100_000, input_only=True)
+    windows.learned("u", "m", 100_000, input_only=True, tenant="t")
     assert of(windows) == Window(200_000, "upstream", input_only=True)
 
 
 @pytest.mark.parametrize("limit", [0, -1, 100_000_001])
 def test_an_absurd_lesson_is_none(limit: int) -> None:
     windows = Windows()
-    windows.learned("u", "m", limit, input_only=False)
+    windows.learned("u", "m", limit, input_only=False, tenant="t")
     assert of(windows).origin == "assumed"
 
 
 def test_a_lesson_is_forgotten_in_the_end() -> None:
     windows = Windows(lesson_s=0.0)
-    windows.learned("u", "m", 9000, input_only=False)
+    windows.learned("u", "m", 9000, input_only=False, tenant="t")
     assert of(windows).origin == "assumed"
 
 
@@ -84,27 +84,27 @@ def test_an_assumed_window_rises_above_what_succeeded_and_no_other_does() -> Non
 
 def test_a_lesson_that_a_longer_prompt_refutes_is_forgotten_and_an_absurd_one_not_learned() -> None:
     windows = Windows()
-    windows.learned("u", "m", 1, input_only=False)
+    windows.learned("u", "m", 1, input_only=False, tenant="t")
     assert of(windows) == Window(32_000, "assumed")
-    windows.learned("u", "m", 6000, input_only=False)
+    windows.learned("u", "m", 6000, input_only=False, tenant="t")
     for prompt in (None, 6000):
-        windows.refuted("u", "m", of(windows), prompt)
+        windows.refuted("u", "m", of(windows), prompt, tenant="t")
     assert of(windows) == Window(6000, "learned")
-    windows.refuted("u", "m", of(windows), 6001)
+    windows.refuted("u", "m", of(windows), 6001, tenant="t")
     assert of(windows) == Window(32_000, "assumed")
     windows.said("u", said(7000))
-    windows.refuted("u", "m", of(windows), 50_000)
+    windows.refuted("u", "m", of(windows), 50_000, tenant="t")
     assert of(windows) == Window(7000, "upstream")
 
 
 def test_what_clients_name_is_remembered_within_bounds() -> None:
     windows = Windows()
     for number in range(5000):
-        windows.learned("u", f"m{number}", 9000, input_only=False)
+        windows.learned("u", f"m{number}", 9000, input_only=False, tenant="t")
         windows.proved("u", f"m{number}", Window(32_000, "assumed"), 50_000)
     assert of(windows, "m4999").origin == "learned"
     assert of(windows, "m0") == Window(32_000, "assumed")
-    windows.learned("u", "m" * 1000, 9000, input_only=False)
+    windows.learned("u", "m" * 1000, 9000, input_only=False, tenant="t")
     assert of(windows, "m" * 1000).origin == "assumed"
 
 
@@ -249,3 +249,13 @@ def test_the_list_is_read_where_it_can_matter_and_asks_nobody(flags: dict[str, o
         [sys.executable, "-c", READS_THE_LIST, json.dumps(flags)], capture_output=True, text=True, check=False
     )
     assert (ran.stdout.strip(), ran.stderr) == (told, "")
+
+
+def test_what_one_tenant_was_told_shortens_nobody_elses_window() -> None:
+    """An error may quote what a client wrote: its words are not the provider's to all others."""
+    windows, policy = Windows(), Compaction()
+    windows.learned("u", "m", 3000, input_only=False, tenant="evil")
+    assert windows.of("u", "m", policy, tenant="evil") == Window(3000, "learned")
+    assert windows.of("u", "m", policy, tenant="other") == Window(32_000, "assumed")
+    windows.refuted("u", "m", Window(3000, "learned"), 50_000, tenant="other")
+    assert windows.of("u", "m", policy, tenant="evil") == Window(3000, "learned")

@@ -423,7 +423,7 @@ class Asking:
         return self.now(model)
 
     def now(self, model: str) -> Window:
-        return self.windows.of("default", model, self.settings.compaction)
+        return self.windows.of("default", model, self.settings.compaction, tenant="t")
 
 
 @asynccontextmanager
