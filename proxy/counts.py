@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import TypeVar
 
+from proxy.bounded import remember
 from proxy.core import conversation as conversations
 from proxy.core import tokens
 from proxy.core.discovery import MAX_NAME_LENGTH
@@ -22,8 +22,6 @@ log = logging.getLogger("warmfold.counts")
 
 _MAX_MODELS = 4096
 """Model names come from clients: what we remember of them is bounded, in number and in length."""
-
-T = TypeVar("T")
 
 
 _LEARNING_TOKENS = 1024
@@ -62,18 +60,18 @@ class Counts:
             self._suspect(talk, (upstream, model), forwarded.truncated)
 
     def _learn(self, whose: tuple[str, str], forwarded: Forwarded) -> None:
-        if forwarded.usage.prompt is None or forwarded.weight < _LEARNING_TOKENS:
+        if forwarded.usage.prompt is None or forwarded.weight < _LEARNING_TOKENS or len(whose[1]) > MAX_NAME_LENGTH:
             return
         new = tokens.calibrate(forwarded.usage.prompt, forwarded.weight)
         old = self._factors.get(whose, new)
-        _remember(self._factors, whose, old + (new - old) * _NEWEST)
+        remember(self._factors, whose, old + (new - old) * _NEWEST, _MAX_MODELS)
 
     def _suspect(self, talk: Talk, whose: tuple[str, str], found: Truncated) -> None:
         if len(whose[1]) > MAX_NAME_LENGTH:
             return
         before = self._suspected.get(whose)
         now = suspected(before, found)
-        _remember(self._suspected, whose, now)
+        remember(self._suspected, whose, now, _MAX_MODELS)
         if before is None:
             # No model is named: names come from clients, and may be anything.
             log.warning(
@@ -86,12 +84,3 @@ class Counts:
             )
         if now.limit is not None:
             self._windows.learned(*whose, now.limit, input_only=False, tenant=talk.lineage.id.tenant)
-
-
-def _remember(memory: OrderedDict[tuple[str, str], T], whose: tuple[str, str], value: T) -> None:
-    if len(whose[1]) > MAX_NAME_LENGTH:
-        return
-    memory[whose] = value
-    memory.move_to_end(whose)
-    if len(memory) > _MAX_MODELS:
-        memory.popitem(last=False)

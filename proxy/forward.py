@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
-from typing import TypeVar
+from collections import OrderedDict
 
 from proxy import clock, tenancy
+from proxy.bounded import remember
 from proxy.core import stream_usage
 from proxy.core.answer import decoded
 from proxy.core.refused import SHAPE_STATUSES, is_overflow, is_shape
@@ -18,8 +18,6 @@ from proxy.talk import Route, Talk
 from proxy.upstream import Reply, Sender
 
 log = logging.getLogger("warmfold.forward")
-
-K = TypeVar("K")
 
 UNREWRITTEN_S = 600.0
 MAX_REMEMBERED = 10_000
@@ -35,8 +33,8 @@ class Forwarder:
     def __init__(self, sender: Sender, metrics: Metrics) -> None:
         self._sender = sender
         self._metrics = metrics
-        self._unrewritten: dict[str, float] = {}
-        self._without_usage: dict[tuple[str, str], float] = {}
+        self._unrewritten: OrderedDict[str, float] = OrderedDict()
+        self._without_usage: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def is_unrewritten(self, talk: Talk) -> bool:
         """Whether the provider lately refused what we made of this session's requests."""
@@ -57,7 +55,8 @@ class Forwarder:
             asked = False
             if reply.status not in SHAPE_STATUSES and reply.status < 500:
                 log.warning("the upstream refuses stream_options upstream=%s", talk.upstream.name)
-                _bounded(self._without_usage, (talk.upstream.name, talk.conversation.request.model), math.inf)
+                whose = talk.upstream.name, talk.conversation.request.model
+                remember(self._without_usage, whose, None, MAX_REMEMBERED)
         if route.routed.applied is not None and await _is_refused(reply):
             await reply.close()
             reply = await self._sender.send(talk.inbound, talk.upstream, plain.routed.body)
@@ -83,7 +82,7 @@ class Forwarder:
         log.warning(
             "the upstream refuses a rewritten request, its session goes on unrewritten session=%s", talk.lineage.id
         )
-        _bounded(self._unrewritten, talk.name, clock.monotonic() + UNREWRITTEN_S)
+        remember(self._unrewritten, talk.name, clock.monotonic() + UNREWRITTEN_S, MAX_REMEMBERED)
 
     def _ask_for_usage(self, talk: Talk, routed: Routed) -> tuple[bool, bytes]:
         """Whether we ask the stream for its usage on our own account, and the body to send."""
@@ -126,10 +125,3 @@ async def error_body(reply: Reply) -> bytes | None:
         return decoded(await reply.read(_PEEKED_BYTES), tenancy.header(reply.headers, "content-encoding"))
     except UpstreamFailed:
         return None
-
-
-def _bounded(memory: dict[K, float], key: K, value: float) -> None:
-    """Remember something about what clients name; forget all of it where they name too much."""
-    if len(memory) >= MAX_REMEMBERED:
-        memory.clear()
-    memory[key] = value

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from proxy import clock
+from proxy.bounded import remember
 from proxy.compactor import Compactor
 from proxy.config import Config
 from proxy.core import journal, payback, pressure, quota, turn
@@ -30,8 +30,7 @@ from proxy.windows import Windows
 from proxy.worth import Worth
 
 _MAX_REMEMBERED = 10_000
-
-T = TypeVar("T")
+"""Sessions. Of one that is forgotten a line is told once more, or lacks its figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class Observer:
         elif decision.because is not None:
             await self._tell(talk, decision.because, job.used, job.figures)
         elif decision.later:
-            _remember(self._figures, talk.name, job.figures)
+            remember(self._figures, talk.name, job.figures, _MAX_REMEMBERED)
         else:
             self._told.pop(talk.name, None)
             self._compactor.later(job, talk.policy.settle_s)
@@ -125,7 +124,7 @@ class Observer:
                 *(Trigger.SOFT, share, "skipped", because), at_ms=clock.now_ms(), strategy=strategy, figures=figures
             )
             await self._compactor.waits(talk.lineage.id, attempt)
-        _remember(self._told, talk.name, because)
+        remember(self._told, talk.name, because, _MAX_REMEMBERED)
 
     def _measured(self, talk: Talk) -> Talk:
         """With the window as it is known by now: the upstream may have told it while it was answering, or an error taught it."""
@@ -270,14 +269,6 @@ def _both(of_payback: Figures, of_quota: Figures) -> Figures:
         remaining_tokens=of_quota.remaining_tokens,
         remaining_requests=of_quota.remaining_requests,
     )
-
-
-def _remember(memory: OrderedDict[str, T], session: str, value: T) -> None:
-    """In bounded memory: forgotten, a line is told once more, or lacks its figures."""
-    memory[session] = value
-    memory.move_to_end(session)
-    if len(memory) > _MAX_REMEMBERED:
-        memory.popitem(last=False)
 
 
 def _counted(talk: Talk, route: Route) -> Talk:

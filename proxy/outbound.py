@@ -53,20 +53,6 @@ class Inbound:
     body: Body = field(default=None, repr=False)
 
     @property
-    def body_bytes(self) -> bytes:
-        """The body, where it has been read; b"" where there is none or it is still to come."""
-        return self.body if isinstance(self.body, bytes) else b""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the body is not compressed."""
-        return all(
-            value.strip().lower() in ("", "identity")
-            for name, value in self.headers
-            if name.lower() == "content-encoding"
-        )
-
-    @property
     def upgrades(self) -> bool:
         """Whether the client asks to go on as a WebSocket (RFC 6455, section 4.1)."""
         return (

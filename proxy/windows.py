@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TypeVar
 
 from proxy import clock
+from proxy.bounded import remember
 from proxy.config import ASSUMED_WINDOW_TOKENS, Compaction
 from proxy.core.discovery import MAX_NAME_LENGTH, MAX_TOKENS, Said
 from proxy.core.model import Window
@@ -26,9 +26,6 @@ LESSON_S = 86_400.0
 
 _MAX_MODELS = 4096
 """Model names come from clients: what we remember of them is bounded, in number and in length."""
-
-K = TypeVar("K", bound=tuple[str, ...])
-T = TypeVar("T")
 
 
 def not_listed(upstream: str, model: str) -> None:
@@ -65,14 +62,14 @@ class Windows:
 
         It counts for the tenant that got it: errors quote what a client wrote, and nobody's words may shorten the window of others.
         """
-        if MIN_TOKENS <= limit <= MAX_TOKENS:
+        if MIN_TOKENS <= limit <= MAX_TOKENS and len(model) <= MAX_NAME_LENGTH:
             lesson = Window(limit, "learned", input_only), clock.monotonic()
-            _remember(self._lessons, (upstream, model, tenant), lesson)
+            remember(self._lessons, (upstream, model, tenant), lesson, _MAX_MODELS)
 
     def proved(self, upstream: str, model: str, window: Window, used: int | None) -> None:
         """A request of `used` tokens succeeded: an assumed window is at least that long."""
-        if used is not None and window.assumed and used > window.tokens:
-            _remember(self._proven, (upstream, model), used * 2)
+        if used is not None and window.assumed and used > window.tokens and len(model) <= MAX_NAME_LENGTH:
+            remember(self._proven, (upstream, model), used * 2, _MAX_MODELS)
 
     def refuted(self, upstream: str, model: str, window: Window, prompt: int | None, *, tenant: str) -> None:
         """The provider has taken a prompt of so many tokens: an error that taught a shorter window was wrong."""
@@ -82,12 +79,3 @@ class Windows:
     def _lesson(self, upstream: str, model: str, tenant: str) -> Window | None:
         window, since = self._lessons.get((upstream, model, tenant), (None, 0.0))
         return window if clock.monotonic() - since < self._lesson_s else None
-
-
-def _remember(memory: OrderedDict[K, T], key: K, value: T) -> None:
-    if len(key[1]) > MAX_NAME_LENGTH:
-        return
-    memory[key] = value
-    memory.move_to_end(key)
-    if len(memory) > _MAX_MODELS:
-        memory.popitem(last=False)
