@@ -9,7 +9,7 @@ from proxy.core import conversation as conversations
 from proxy.core import region
 from proxy.core.conversation import Conversation, Lineage
 from proxy.core.limits import Limits
-from proxy.core.model import Attempt, Checkpoint, Recalled, Trigger, Window
+from proxy.core.model import Attempt, Checkpoint, Recalled, Trigger, Turn, Window
 from proxy.core.plan import Warm
 from proxy.core.rewrite import Routed
 from proxy.job import Job
@@ -36,7 +36,7 @@ class Talk:
     def estimate(self, applied: Checkpoint | None) -> int:
         """Tokens of the routed prompt, corrected by what the provider counted for this session before."""
         weight = conversations.weight(self.conversation, applied)
-        turn = self.lineage.known.turn if self.lineage.known is not None else None
+        turn = self._counted
         if turn is None or turn.usage.prompt is None or turn.applied != (applied.id if applied else None):
             return round(weight * self.factor)
         # What was counted stays counted; only what came since is estimated.
@@ -52,9 +52,17 @@ class Talk:
         cuts = region.legal_cuts(facts)
         coverable = sum(f.weight for f in facts[: cuts[-1]]) if cuts else 0
         whole = conversations.weight(self.conversation, None)
-        turn = self.lineage.known.turn if self.lineage.known is not None else None
-        doubt = region.UNSHRINKABLE if turn is None or turn.usage.prompt is None else 1.0
+        doubt = region.UNSHRINKABLE if self._counted is None else 1.0
         return round((whole - coverable) * self.factor / doubt)
+
+    @property
+    def _counted(self) -> Turn | None:
+        """The session's last turn, where this very model counted its prompt: another one counts the same messages otherwise."""
+        turn = self.lineage.known.turn if self.lineage.known is not None else None
+        if turn is None or turn.usage.prompt is None:
+            return None
+        asked = self.upstream.name, self.conversation.request.model
+        return turn if (turn.upstream, turn.model) == asked else None
 
     @property
     def name(self) -> str:
